@@ -45,7 +45,7 @@ Schema = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
 MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 # A block's name, for tests; Markdown does not know it.
-NAMED = re.compile(r"^(```(?:sh|toml)) \S+$", re.MULTILINE)
+NAMED = re.compile(r"^(```(?:sh|toml|yaml|python)) \S+$", re.MULTILINE)
 LINK = re.compile(r"(\]\(|^\[\w+\]: )((?:\.\./)+[^)#\s]+)", re.MULTILINE)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml"}
 REFERENCE = "#/components/schemas/"
@@ -55,6 +55,41 @@ BOUNDS = {
 
 
 MOST = 2**53  # bounds above it are those of the integers themselves
+# What a field of any record means where its own record has no comment on it.
+COMMON = {
+    "deployment_id": "as `POST /deployments` returned it",
+    "worker_id": "the agent's name in the fleet",
+    "model_id": "such as pylm or acme/7b",
+    "version": "of the model, as published",
+    "job_id": "tj-…, as `POST /v1/training-jobs` returned it",
+    "run_id": "by which ledger, Prefect and MLflow name the run",
+    "flow_run_id": "of the Prefect flow run; null: none",
+    "manifest_digest": "SHA-256 of the model's manifest",
+    "topology": "the shape of the plan",
+    "epoch": "of the plan; it grows with each new one",
+    "status": "see the type",
+    "state": "see the type",
+    "phase": "see the type",
+    "failure": "the reason; null: it did not fail",
+    "reason": "in words, for a person; empty: none given",
+    "incarnation": "grows with each restart of the agent",
+    "hostname": "as the operating system has it",
+    "rack": "where it stands; empty: not said",
+    "zone": "room or site, above racks; empty: not said",
+    "seed": "of the plan's random choices",
+    "project": "whose data these are; empty: the profile's",
+    "currency": "of every sum here, as in [prices]",
+    "created_at": "seconds since the Unix epoch",
+    "updated_at": "seconds since the Unix epoch",
+    "started_at": "seconds since the Unix epoch; null: not yet",
+    "ended_at": "seconds since the Unix epoch; null: not yet",
+    "completed_at": "seconds since the Unix epoch; null: not yet",
+    "last_heartbeat": "seconds since the Unix epoch",
+    "at": "seconds since the Unix epoch",
+    "value": "the figure itself",
+    "low": "lower end of its interval",
+    "high": "upper end of its interval",
+}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -193,7 +228,7 @@ def events() -> str:
     """Return the names of events, then the items of the event stream."""
     meanings = _comments(events_module)
     names = _table(
-        ("event", "remark"),
+        ("event", "meaning"),
         (
             (f"`{each.value}`", meanings.get(("EventName", each.name), ""))
             for each in events_module.EventName
@@ -242,7 +277,7 @@ def _model(schema: Schema) -> str:
 
 
 def _records(known: dict[str, Schema]) -> Iterator[str]:
-    meanings = {}
+    meanings = _comments(settings) | _comments(training)
     for each in pkgutil.iter_modules(paceline.schemas.__path__):
         meanings |= _comments(importlib.import_module(f"paceline.schemas.{each.name}"))
     for name, schema in sorted(known.items()):
@@ -253,7 +288,8 @@ def _records(known: dict[str, Schema]) -> Iterator[str]:
                 ("field", "type", "default", "meaning"),
                 (
                     (f"`{key}`", _type(each), "required" if key in required else _default(each),
-                     meanings.get((name, key), _text(each.get("description", ""))))
+                     meanings.get((name, key)) or _text(each.get("description", ""))
+                     or COMMON.get(key, ""))
                     for key, each in schema["properties"].items()
                 ),
             )  # fmt: skip

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 from paceline.flows.lifecycle import run_lifecycle
 from paceline.flows.promote import promote_model
 from paceline.schemas import RunSummary
 from paceline.tasks._support import approval
-from paceline.tasks._support.declaring import about, declared
+from paceline.tasks._support.declaring import declared
 from paceline.tasks._support.results import Promoted
 from paceline.tasks._support.run import Run
 
 
 @declared("approve-promotion", "wait for the approval of {run_id}")
 def approve_promotion(
-    flow: Annotated[str, about("Flow", "What goes on then: promote-model or lifecycle.")],
-    parameters: Annotated[dict[str, Any], about("Parameters", "That flow's own.")],
-    request: Annotated[dict[str, Any], about("Request", "What is to be approved, as recorded.")],
+    flow: str,
+    parameters: dict[str, Any],
+    request: dict[str, Any],
     state_dir: str | None = None,
     run_id: str | None = None,
 ) -> Promoted | RunSummary:
     """Wait until a token's owner has decided on ``request``; then go on with ``flow``
-    (promote-model or lifecycle), which looks the decision up itself.
+    (promote-model or lifecycle) and its ``parameters``, which looks the decision up itself.
 
     A promotion starts it; started by hand it promotes nothing that was not approved.
     """

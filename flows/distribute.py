@@ -29,7 +29,7 @@ def distribute_model(
             "Source",
             "Instead of a published version: s3://…, models:/name@alias, hf://org/name@revision "
             "or oci://…",
-            "models:/bytelm@champion",
+            "models:/tiny@champion",
             "hf://org/name@main",
         ),
     ] = None,
@@ -49,6 +49,9 @@ def distribute_model(
     selector: Annotated[
         str | None, about("Selector", "Nodes by label or by name.", "rack=r1,pool=a100")
     ] = None,
+    manifest_digest: Annotated[
+        str | None, about("Digest", "What the manifest must be; refused else.", "5c1f…")
+    ] = None,
 ) -> Distributed:
     """Fetch the manifest, relay to ``target_workers`` or those that ``selector`` selects (default:
     every node), verify on every node, and activate. Run twice, it moves nothing twice.
@@ -64,6 +67,7 @@ def distribute_model(
         agents = stages.start_agents.submit(run, target_workers or None, selector=selector)
         url = stages.locate(run, source_url or published_url(run, model_id, version))
         manifest = stages.fetch_model_manifest(run, url)
+        manifest.require_digest(manifest_digest, url)
         targets = agents.result()
         relayed = stages.relay(
             run,

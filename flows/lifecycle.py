@@ -23,6 +23,7 @@ from paceline.tasks._support.declaring import (
 )
 from paceline.tasks._support.lineage import recorded
 from paceline.tasks._support.run import Run, listening, log_stages_to
+from paceline.tasks._support.scores import require_one_process
 from paceline.tasks._support.summary import summarise
 from paceline.tasks.evaluate import published_tasks, require_judgeable
 from paceline.tasks.promote import has_champion
@@ -58,6 +59,7 @@ def run_lifecycle(
         inputs = prepare_inputs(data, model, **owner, **here)
         base_url = published_url(run, inputs.model_id, inputs.version)
         require_judgeable(run, profile, inputs.snapshot_url, base_url)
+        require_one_process(run, run.manifest(base_url))
         require_base(run, profile, inputs.model_id, inputs.version, inputs.snapshot_url)
         # Where there is a champion the nodes go on running it until it is replaced.
         first = not has_champion(run, inputs.model_id)

@@ -28,6 +28,7 @@ from paceline.tasks._support.declaring import (
 from paceline.tasks._support.job import JobLink, linked
 from paceline.tasks._support.lineage import nest, recorded
 from paceline.tasks._support.run import Run
+from paceline.tasks._support.scores import require_one_process
 from paceline.tasks.evaluate import require_judgeable
 from paceline.tasks.prepare import permitted_snapshot, require_own_expectations, validate_data
 from paceline.tasks.publish import published_url
@@ -130,13 +131,20 @@ def train_model(
         evaluate_on=evaluate_on,
     )
     with recorded(run, "train-model"), linked(run, spec, job_id) as link:
-        snapshot = permitted_snapshot(run, snapshot_url, purpose, [link.user])
+
+        def permitted() -> dict[str, Any]:
+            if evaluate_on and evaluate_on != snapshot_url:
+                permitted_snapshot(run, evaluate_on, purpose, [link.user])
+            return permitted_snapshot(run, snapshot_url, purpose, [link.user])
+
+        snapshot = permitted()
+        link.on_admission = permitted  # hours may pass until then: a rule may have been revoked
         require_own_expectations(run, snapshot_url)
-        if evaluate_on and evaluate_on != snapshot_url:
-            permitted_snapshot(run, evaluate_on, purpose, [link.user])
         profile = profile_of(run, given, continue_from, code_ref)
         if evaluate_on:
-            require_judgeable(run, profile, snapshot_url, published_url(run, model_id, version))
+            base_url = published_url(run, model_id, version)
+            require_judgeable(run, profile, snapshot_url, base_url)
+            require_one_process(run, run.manifest(base_url))
         require_base(run, profile, model_id, version, snapshot_url)
         nest(run, link.sweep)
         if run.runtime.profile.cluster.per_job:

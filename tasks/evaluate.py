@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.client import raised
 from paceline.cluster import Fleet, Node
-from paceline.config import EvaluationSettings, MeshSettings, Profile, TrainingSettings
+from paceline.config import EvaluationSettings, Profile
 from paceline.data import load_snapshot, template_files
 from paceline.errors import Conflict, InvalidInput, PermanentError, SourceMissing, WorkerLost
 from paceline.evaluation import (
@@ -30,6 +30,7 @@ from paceline.schemas import (
     Evaluation,
     EvaluationReport,
     EvaluationSpec,
+    Evidence,
     RecordedScore,
     TrainingData,
     TrainResult,
@@ -37,11 +38,13 @@ from paceline.schemas import (
 )
 from paceline.system import PYTHON
 from paceline.tasks._support import artifacts, cancelling, sealed
+from paceline.tasks._support.lineage import log_page
 from paceline.tasks._support.run import Run
 from paceline.tasks._support.scores import (
     Gang,
     OnEvent,
     Process,
+    judging_gang,
     recorded_besides,
     recorded_scores,
     scored_in_parts,
@@ -50,8 +53,6 @@ from paceline.tasks._support.scores import (
     scores_in_parts,
 )
 from paceline.tasks._support.stages import stage
-from paceline.tasks.publish import published_url
-from paceline.tasks.train import place_ranks, slots_of
 from paceline.training.user_code import Task, check, parse, require_allowed
 
 DEADLINE_S = 900.0  # of models of MODEL_BYTES together; larger ones get more, in proportion
@@ -62,15 +63,15 @@ METRIC_BYTES = 1_000_000  # of text that a metric reads, likewise
 NEW_TOKENS = 32  # for each of its documents, likewise
 READS = 2  # version of what models are given to read; 2: first the tokenizer's BOS
 MAX_GENERATIONS = 1000
-MEMORY_SHARE = 0.7  # of a node's, for a model's weights
 
 
 def trained_on(run: Run, base: Manifest, trained: TrainResult) -> tuple[TrainingData, ...]:
-    """Return every snapshot that the candidate learned from: its own training's, and those of the
-    versions before it that were promoted here.
+    """Return every snapshot that the candidate learned from: its own training's, and those of what
+    it was trained from and so on. That is found by its weights, under whatever name they were
+    published, or as a version that was promoted here.
 
-    Raises InvalidInput where it was not trained from ``base``. What a base that was published by
-    hand learned from is in no record.
+    Raises InvalidInput where it was not trained from ``base``. What was trained elsewhere, or has
+    other bytes than the training exported, is in no record.
     """
     if trained.base_manifest_digest != base.digest:
         raise InvalidInput(
@@ -87,25 +88,38 @@ def trained_on(run: Run, base: Manifest, trained: TrainResult) -> tuple[Training
             quarantined_shards=trained.quarantined_shards,
         )
     }
-    digest = base.digest
+    model_id, digest, weights = base.model_id, base.digest, sealed.weights_of(base)
+    seen = {""}
     for _ in range(MAX_GENERATIONS):
-        version = run.registry.by_manifest(base.model_id, digest)
-        if version is None:
-            return tuple(found.values())
-        evidence = run.registry.evidence(base.model_id, version.version)
-        if evidence.training_snapshot_url and evidence.training_snapshot_digest:
+        descent = None if weights in seen else sealed.descent_of(run, weights)
+        seen.add(weights)  # a training of no steps has its base's
+        if descent is not None:
+            found.setdefault(descent.data.snapshot_digest, descent.data)
+        evidence = _promoted(run, model_id, digest)
+        if evidence and evidence.training_snapshot_url and evidence.training_snapshot_digest:
             before = TrainingData(
                 snapshot_url=evidence.training_snapshot_url,
                 snapshot_digest=evidence.training_snapshot_digest,
             )
             found.setdefault(before.snapshot_digest, before)
-        digest = evidence.base_manifest_digest
+        if descent is not None and descent.base_model_id:
+            model_id, digest = descent.base_model_id, descent.base_manifest_digest
+            weights = descent.base_weights_digest
+        elif evidence is not None:
+            digest, weights = evidence.base_manifest_digest, ""
+        else:
+            return tuple(found.values())
     raise Conflict(
         "too many versions before this one",
         got=f"more than {MAX_GENERATIONS}",
         where=f"{base.model_id} {base.version}",
         do="Publish the base anew, as a model of its own.",
     )
+
+
+def _promoted(run: Run, model_id: str, manifest_digest: str) -> Evidence | None:
+    version = run.registry.by_manifest(model_id, manifest_digest)
+    return None if version is None else run.registry.evidence(model_id, version.version)
 
 
 def published_tasks(run: Run) -> tuple[str, str]:
@@ -222,89 +236,6 @@ def _deadline_s(run: Run, spec: EvaluationSpec, base: Manifest) -> float:
     return scored_s + compared_bytes / COMPARED_BYTES_PER_S
 
 
-def judging_gang(
-    run: Run,
-    nodes: Sequence[Node],
-    base: Manifest,
-    ranks: int | None,
-    *,
-    with_tasks: bool,
-) -> Gang | None:
-    """Return the ranks that score each model together: ``ranks`` of them, or those of the profile;
-    else as many as there are where its float32 weights do not fit one node. None: one process
-    scores. A note says where part of it stays with one.
-
-    Raises InvalidInput for more ranks than were asked for and the nodes, or the job, have.
-    """
-    settings = run.runtime.profile.evaluation
-    asked = settings.ranks if ranks is None else ranks
-    if asked % settings.tp and asked > 1:
-        raise InvalidInput(
-            "tensor parallelism does not divide the ranks that score",
-            got=f"{asked} ranks, tp {settings.tp}",
-            where="evaluation.tp",
-            do="Change one of them.",
-        )
-    tp = settings.tp if asked else 1
-    asked = asked or _needed_ranks(run, nodes, base)
-    if asked == 1:
-        return None
-    mesh = MeshSettings(dp=1, shard=asked // tp, tp=tp)
-    gang = _placed(run, nodes, asked, mesh)
-    if with_tasks:
-        run.warn(
-            "tasks of lm-eval and metrics of user code are computed by one process, which holds "
-            "each model whole"
-        )
-    return gang
-
-
-def _needed_ranks(run: Run, nodes: Sequence[Node], base: Manifest) -> int:
-    """Return how many ranks score ``base``: one where a node holds it, else all of ``nodes``."""
-    least = min(max(1, node.accelerator_count) for node in nodes)
-    count = (run.runtime.profile.training.ranks_per_node or least) * len(nodes)
-    if run.job is not None and run.job.placement is not None:
-        count = sum(run.job.placement.hosts.values())
-    return 1 if count == 1 or _fits(run, base, nodes[-1]) else count
-
-
-def _placed(run: Run, nodes: Sequence[Node], ranks: int, mesh: MeshSettings) -> Gang:
-    placement = None if run.job is None else run.job.placement
-    if placement is not None and ranks > (held := sum(placement.hosts.values())):
-        raise InvalidInput(
-            "more ranks than the job holds",
-            got=ranks,
-            wanted=f"at most {held}",
-            where="evaluation.ranks",
-        )
-    training = run.runtime.profile.training
-    wanted = TrainingSettings(
-        ranks=ranks,
-        ranks_per_node=training.ranks_per_node,
-        batch_sequences=ranks,
-        mesh=mesh,
-        guard=training.guard.model_copy(update={"spares": 0}),
-    )
-    settings, names = place_ranks(wanted, nodes, placement)
-    return Gang(settings, tuple(names), {} if placement is None else slots_of(placement))
-
-
-def _fits(run: Run, base: Manifest, node: Node) -> bool:
-    """Return whether an accelerator of ``node``, or one without any, holds the weights of ``base``
-    in float32, beside what it runs; True where that is not known."""
-    url = f"{published_url(run, base.model_id, base.version)}/{CONFIG_FILE}"
-    try:
-        config = json_object(run.store.get_bytes(url), url)
-    except PermanentError:  # it cannot be scored at all: the report says why
-        return True
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    weights = sum(each.size for each in base.files if each.path.endswith(".safetensors"))
-    needed_bytes = weights * (2 if dtype.endswith("float16") else 1)
-    each = max((one.memory_bytes for one in node.machine.accelerators), default=0)
-    room_bytes = each or node.machine.memory_bytes
-    return not room_bytes or needed_bytes <= MEMORY_SHARE * room_bytes
-
-
 @stage("evaluate")
 def evaluate(
     run: Run,
@@ -339,7 +270,7 @@ def evaluate(
         tasks_url=tasks_url,
         tasks_digest=tasks_digest,
         trained_on=trained_on,
-        scorer=scorer_version(),
+        scorer=scorer_version(profile.evaluation),
     )
     digests = {name: each["digest"] for name, each in models.items()}
 
@@ -386,7 +317,7 @@ def evaluate(
             process(nodes[-1], whole, on_event)
         report = EvaluationReport.model_validate(answer)
         run.registry.log_metrics(run.mlflow_run, lineage.evaluation_metrics(report))
-        run.registry.log_artifact_text(run.mlflow_run, as_markdown(report), "evaluation.md")
+        log_page(run, "evaluation", as_markdown(report), "evaluation.md")
         run.registry.log_artifact_file(
             run.mlflow_run, plot_report(report, run.work_dir / "evaluation.png")
         )
@@ -420,6 +351,7 @@ def evaluate(
             "trained_on": [each.model_dump(mode="json") for each in trained_on],
             "settings": profile.evaluation.model_dump(mode="json", exclude={"ranks", "tp"}),
             "tasks": tasks_digest,
+            **({"rows_compared": True} if tasks_digest else {}),
             "reads": READS,
             **_together(profile.evaluation, ranks),
         },

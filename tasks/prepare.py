@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from paceline.config import DataSettings
 from paceline.data import (
     STDLIB,
     Snapshot,
+    ValidationReport,
     build_snapshot,
     drift_of,
     load_snapshot,
@@ -23,13 +24,15 @@ from paceline.data import (
     require_valid,
     template_files,
     validate_snapshot,
+    validation_page,
 )
 from paceline.errors import DataRejected, InvalidInput
 from paceline.jobs import require_permitted
 from paceline.models import TOKENIZER_FILE
 from paceline.schemas import StageRecord, canonical_json, digest_of
 from paceline.storage import ObjectStore
-from paceline.tasks._support import artifacts
+from paceline.tasks._support import artifacts, sealed
+from paceline.tasks._support.lineage import log_page
 from paceline.tasks._support.run import Run, StageResult
 from paceline.tasks._support.stages import stage
 from paceline.tasks.publish import is_published, publish_base
@@ -38,10 +41,18 @@ from paceline.training.parallel import cuts_of
 
 STATISTICS = "data-statistics"  # in the ledger: of the last snapshot of a source
 CHECKED_LATER = {"expectations", "max_drift"}  # they decide nothing of what is in a snapshot
+# With the source, they decide which text a snapshot holds out: of two releases of one source with
+# the same of these, one may judge what the other judged before.
+EXAM = {
+    "format", "text_field", "key_field", "slice_field", "features", "missing_features",
+    "max_tokens", "max_bytes", "held_out_share", "seed", "purpose", "project",
+}  # fmt: skip
 NOTED_DRIFT = 0.1  # of a column
 MOST_COMPARED = 60  # columns: a record of the ledger is at most 64 KiB
 MOST_RECORDED = 50  # shards in quarantine, of the same record
 MAX_EXPECTATIONS_BYTES = 64 * 1024
+MAX_PAGE_BYTES = 16 * 1024 * 1024
+VALIDATION_PAGE = "data-validation.html"  # in MLflow
 SKIPPED_NAMED = 5  # samples left out, in the summary; the record lists a hundred
 
 
@@ -54,7 +65,8 @@ def build_data_snapshot(
 
     Raises InvalidInput for a setting that is unknown or out of range.
     """
-    settings = data_settings(run.runtime.profile.data, reading)
+    own_data = run.runtime.profile.data
+    settings = data_settings(own_data, reading)
     source = source or settings.source
 
     def work() -> dict[str, Any]:
@@ -90,6 +102,14 @@ def build_data_snapshot(
             + (f", cut at data.max_bytes = {o['cut_at_bytes']:,}" if o["cut_at_bytes"] else "")
         ),
     )
+    if run.runtime.secrets.records_key:  # not on a node, whose word would not count
+        asked, own = (
+            digest_of([where.rstrip("/"), of.model_dump(mode="json", include=EXAM)])
+            for where, of in ((source, settings), (own_data.source, own_data))
+        )
+        # A copy of a source has the same snapshot: the first one counts, or the operator's own.
+        digest = str(result.output["digest"])
+        sealed.note(run, "exam", digest, asked, replaces=asked == own)
     if result.output["skipped"] and source != STDLIB:
         named = "; ".join(result.output.get("skipped_examples", ()))  # an older ledger has none
         run.warn(f"{result.output['skipped']} samples are left out of the snapshot: {named}")
@@ -102,23 +122,31 @@ def build_data_snapshot(
 def validate_data(run: Run, snapshot: dict[str, Any]) -> dict[str, Any]:
     """Return ``snapshot`` once it passes the Great Expectations suite; refuse it where it fails.
 
+    Its page is stored, and shown with the run in MLflow and Prefect, where it is refused, too.
     Raises DataRejected naming the failed expectations.
     """
 
     expectations = own_expectations_text(run)
+    inputs = {"snapshot": snapshot["digest"]}
+    inputs |= {"expectations": digest_of(expectations)} if expectations else {}
 
     def work() -> dict[str, Any]:
         loaded = load_snapshot(snapshot["url"], run.store)
         report = validate_snapshot(
             loaded, run.store, run.work_dir / "cache", expectations=expectations
         )
-        (run.work_dir / "validation.json").write_bytes(canonical_json(report.to_dict()))
         artifacts.table("data validation", report.checks, "Great Expectations on the snapshot")
         artifacts.table("data columns", report.columns, "What the snapshot's samples hold")
         if report.quarantined:
             artifacts.table("data quarantine", report.quarantined, "Shards that are passed over")
-        require_valid(report)
-        drift = _compare(run, loaded, report.columns)
+        drift: dict[str, float] = {}
+        try:
+            require_valid(report)
+            drift = _compare(run, loaded, report.columns)
+        except DataRejected as error:
+            _show(run, _keep(run, inputs, loaded, report, drift, error.one_line())[1])
+            raise
+        record, page = _keep(run, inputs, loaded, report, drift)
         if report.needs_review:
             reasons = sorted({each["reason"] for each in report.quarantined})
             run.warn(
@@ -133,20 +161,45 @@ def validate_data(run: Run, snapshot: dict[str, Any]) -> dict[str, Any]:
             "needs_review": report.needs_review,
             "columns": report.columns[:MOST_COMPARED],
             "drift": drift,
-            "report": str(run.work_dir / "validation.json"),
+            "report": record,
+            "page": page,
         }
 
-    run.stage(
+    done = run.stage(
         "validate-data",
-        {"snapshot": snapshot["digest"]}
-        | ({"expectations": digest_of(expectations)} if expectations else {}),
+        inputs,
         work,
         describe=lambda o: (
             f"{o['checks']} expectations on {o['documents']} samples, "
             f"{o.get('quarantined_count', len(o['quarantined']))} shards quarantined"
         ),
     )
+    if page := done.output.get("page"):  # an older ledger has none
+        _show(run, page)
     return snapshot
+
+
+def _keep(
+    run: Run,
+    inputs: Mapping[str, str],
+    snapshot: Snapshot,
+    report: ValidationReport,
+    drift: Mapping[str, float],
+    refused: str = "",
+) -> tuple[str, str]:
+    """Store the report and its page in the installation's bucket; return their URLs."""
+    url = f"{run.runtime.records_url}/validation/{digest_of(inputs)}"
+    page = validation_page(snapshot, report, drift, refused)
+    run.store.put_bytes(f"{url}.json", canonical_json(report.to_dict()))
+    run.store.put_bytes(f"{url}.html", page.encode())
+    return f"{url}.json", f"{url}.html"
+
+
+def _show(run: Run, page: str) -> None:
+    """Link the validation's page with the run in MLflow, in Prefect, and with its job."""
+    text = run.store.get_bytes(page, MAX_PAGE_BYTES).decode()
+    shown = log_page(run, "data", text, VALIDATION_PAGE)
+    artifacts.link("data docs", shown, "Checks, columns and drift of the data snapshot")
 
 
 def own_expectations_text(run: Run) -> str:

@@ -140,7 +140,12 @@ def gate(
         champion = f"champion of manifest {now['digest'][:12]}"  # the report has no such score
     policy = run.runtime.profile.gate.policy(base.model_id)
     decision = decide(
-        report, policy, champion=champion, lineage=lineage, judged_on=evaluation.snapshot_url
+        report,
+        policy,
+        champion=champion,
+        lineage=lineage,
+        judged_on=evaluation.snapshot_url,
+        judges=() if now is None else _judges(run, base.model_id, report.snapshot_digest),
     )
     text = canonical_json(policy).decode()
     run.registry.log_artifact_text(run.mlflow_run, text, f"policy/{decision.policy_digest}.json")
@@ -158,6 +163,18 @@ def gate(
     message = "passed" if decision.passed else "refused: " + "; ".join(decision.reasons)
     run.finish("gate", began, f"{message} ({own} policy {str(decision.policy_digest)[:12]})")
     return decision
+
+
+def _judges(run: Run, model_id: str, asked: str) -> tuple[str, ...]:
+    """Return the digests of snapshots that may judge where the policy names none: the one that
+    judged the champion, and ``asked`` where this installation built both of one source, with the
+    same settings of what is held out."""
+    champion = run.registry.champion(model_id)
+    assert champion is not None and champion.evidence is not None  # champion() reads it
+    before = champion.evidence.snapshot_digest
+    exam = sealed.referred(run, "exam", before)
+    same = exam is not None and sealed.referred(run, "exam", asked) == exam
+    return (before, asked) if same else (before,)
 
 
 def bundle(
@@ -339,12 +356,9 @@ def require_not_rolled_back(run: Run, evidence: Evidence) -> None:
 def require_judged(evidence: Evidence, published: Manifest) -> None:
     """Raise GateRefused unless ``published`` is the manifest of exactly the weights that were
     judged, whatever the ledger says of the stages between (I10)."""
-    weights = {
-        each.path: each.sha256 for each in published.files if each.path.endswith(".safetensors")
-    }
     for what, got, wanted in (
         ("manifest", published.digest, evidence.manifest_digest),
-        ("set of weights", digest_of(weights), evidence.weights_digest),
+        ("set of weights", sealed.weights_of(published), evidence.weights_digest),
     ):
         if got != wanted:
             raise GateRefused(

@@ -15,7 +15,15 @@ from paceline.errors import Cancelled, InvalidInput, MissingExtra, WorkerLost
 from paceline.jobs import cost_of, money
 from paceline.manifest import Manifest
 from paceline.models import CONFIG_FILE, json_object, lies_as_pretrained
-from paceline.schemas import JobPlacement, RankEvent, TaskSize, Trained, TrainJob, TrainResult
+from paceline.schemas import (
+    JobPlacement,
+    RankEvent,
+    TaskSize,
+    Trained,
+    TrainingData,
+    TrainJob,
+    TrainResult,
+)
 from paceline.tasks._support import artifacts, cancelling, sealed
 from paceline.tasks._support.figures import Figures, points_of, record_job, record_result
 from paceline.tasks._support.run import Run
@@ -128,9 +136,30 @@ def train(
         ),
     )
     made = Trained.model_validate(trained.output)
+    _keep_descent(run, manifest, made)
     if run.job is not None:
         run.job.finished(made)
     return made
+
+
+def _keep_descent(run: Run, base: Manifest, made: TrainResult) -> None:
+    """Have an evaluation find what ``made`` learned from by its weights, wherever they are
+    published."""
+    if not (made.snapshot_url and made.snapshot_digest):
+        return  # a result of an older version
+    data = TrainingData(
+        snapshot_url=made.snapshot_url,
+        snapshot_digest=made.snapshot_digest,
+        quarantined_shards=made.quarantined_shards,
+    )
+    descent = sealed.Descent(
+        weights_digest=made.weights_digest,
+        data=data,
+        base_model_id=base.model_id,
+        base_manifest_digest=base.digest,
+        base_weights_digest=sealed.weights_of(base),
+    )
+    sealed.keep_descent(run, descent)
 
 
 def _train_on_hosts(
@@ -292,8 +321,9 @@ def accelerators_of(
     for node in nodes:
         if node.worker_id in held:
             most = placement.hosts[node.worker_id] if placement else node.accelerator_count
-            kinds = {each.kind: min(most, each.count) for each in node.machine.accelerators}
-            found.update(kinds or {"cpu": 1})
+            cards = node.machine.like_cards
+            count = min(most, node.accelerator_count)
+            found.update({cards[0].kind: count} if cards else {"cpu": 1})
     return dict(found)
 
 

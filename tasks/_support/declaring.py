@@ -23,8 +23,12 @@ from paceline.tasks._support.cancelling import Interrupted, cancellable
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# What one part of Paceline gives another: the installation, the run, the deployment to drive.
-INTERNAL = frozenset({"state_dir", "run_id", "deployment_id", "stage_prefix", "job_id"})
+# What one part of Paceline gives another: the installation, the run, the deployment to drive, what
+# a promotion waits with for a person.
+INTERNAL = frozenset(
+    {"state_dir", "run_id", "deployment_id", "stage_prefix", "job_id"}
+    | {"flow", "parameters", "request"}
+)
 NAME_CHARS = 120
 
 
@@ -40,7 +44,7 @@ Reference = Annotated[
 _Id = Annotated[str, StringConstraints(pattern=MODEL_ID, max_length=128)]
 _Name = Annotated[str, StringConstraints(pattern=NAME)]
 
-ModelId = Annotated[_Id, about("Model", "The model's id.", "bytelm-3fa040af", "acme/tiny")]
+ModelId = Annotated[_Id, about("Model", "The model's id.", "pylm-bca6b8c7", "acme/tiny")]
 Version = Annotated[_Name, about("Version", "A version of the model, as published.", "1")]
 # Where the source names them
 AnyModelId = Annotated[
@@ -137,20 +141,26 @@ class Reading(Chosen):
     """How the samples are read, where it is not as in the profile's [data]."""
 
     format: Literal["text", "jsonl", "parquet", "tar"] | None = some("Of the files.")
-    text_field: str | None = some("JSONL, Parquet: the column; tar: the member's extension.")
+    text_field: str | None = some(
+        "JSONL, Parquet: the column; tar: the member's extension.", examples=["text"]
+    )
     key_field: str | None = some("What names a sample.", examples=["key"])
     slice_field: str | None = some("Whose values are slices of the evaluation.", examples=["lang"])
-    features: list[str] | None = some("Parquet files to join by the key field.")
-    token_features: list[str] | None = some("Those with one value per token.")
+    features: list[str] | None = some(
+        "Parquet files to join by the key field.", examples=[["s3://bucket/features.parquet"]]
+    )
+    token_features: list[str] | None = some(
+        "Those with one value per token.", examples=[["importance"]]
+    )
     missing_features: Literal["refuse", "skip"] | None = some("A sample without features.")
     tokenizer: str | None = some("bytes, or a tokenizer.json.", examples=["bytes"])
     max_tokens: int | None = some("Longer conversations are left out; 0: no limit.", ge=0)
     max_bytes: int | None = some("Of text, at the most.", ge=1024)
     shard_bytes: int | None = some("Of a shard.", ge=1024, examples=[1_048_576])
     held_out_share: float | None = some("Of the samples.", gt=0, lt=1, examples=[0.1])
-    purpose: str | None = some("What the data may be used for.")
-    project: str | None = some("Which project the data belong to.")
-    seed: int | None = some("Of the split.")
+    purpose: str | None = some("What the data may be used for.", examples=["research"])
+    project: str | None = some("Whose data they are.", examples=["lr-study"])
+    seed: int | None = some("Of the split.", ge=0)
 
 
 class Mesh(Chosen):

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,6 +98,7 @@ class JobLink:
         self.placement: JobPlacement | None = None  # that the queue has reserved
         self.user = spec.team or "default", spec.project  # for whom it trains: team, project
         self.sweep = ""  # the run id of the sweep whose trial it is
+        self.on_admission: Callable[[], object] = lambda: None  # before a node is busy
         self._flow_run_id = str(flow_run.get_id() or "")
         self._lock = threading.Lock()
         self._facts: dict[str, Any] = {}
@@ -117,7 +118,7 @@ class JobLink:
 
     def admitted(self) -> JobPlacement:
         """Return what the job may use, waiting for it. Raises Cancelled where the job
-        was cancelled while it waited.
+        was cancelled while it waited, and what ``on_admission`` raises.
         """
         if self.placement is not None:
             return self.placement
@@ -126,7 +127,9 @@ class JobLink:
             spec=self._spec, run_id=run.run_id, flow_run_id=self._flow_run_id, yields=True
         )
         if self.job_id is None:
-            self.job_id = run.retry(lambda: run.coordinator.adopt_job(call)).job_id
+            job = run.retry(lambda: run.coordinator.adopt_job(call))
+            # the token may be bound to a team and a project, which count then
+            self.job_id, self.user = job.job_id, (job.spec.team, job.spec.project)
         placement = None
         while placement is None:
             # An exception that a signal raises would be lost inside a finalizer, of which Prefect's
@@ -137,6 +140,7 @@ class JobLink:
                     stop_if_cancelled()
         self.placement = placement
         self._begin()
+        self.on_admission()
         return placement
 
     def _wait_for_placement(
@@ -247,6 +251,11 @@ class JobLink:
                     self._ranks[number] = each.model_copy(update={"state": "ended"})
         self._news.set()
 
+    def shown(self, name: str, page: str) -> None:
+        """Take in where a part of the job can be looked at."""
+        with self._lock:
+            self._facts["pages"] = self._facts.get("pages", {}) | {name: page}
+
     def finished(self, result: Trained) -> None:
         """Take in the training's result, found or made."""
         with self._lock:
@@ -256,6 +265,7 @@ class JobLink:
             self._facts |= {
                 "training_id": result.job_id,
                 "training_digest": result.training_digest,
+                "quarantined": len(result.quarantined_shards),
                 "review": f"passed over: {result.passed_over}" if result.passed_over else "",
                 "step": result.steps,
                 "steps": result.steps,

@@ -80,6 +80,16 @@ def log_relay(run: Run, stage: str, output: dict[str, Any]) -> None:
     run.registry.log_metrics(run.mlflow_run, points)
 
 
+def log_page(run: Run, name: str, text: str, path: str) -> str:
+    """Keep ``text`` with the run in MLflow as ``path``, and link it with the run's job as ``name``;
+    return its page."""
+    run.registry.log_artifact_text(run.mlflow_run, text, path)
+    page = run.registry.run_url(run.mlflow_run, path)
+    if run.job is not None:
+        run.job.shown(name, page)
+    return page
+
+
 def stages_frame(run: Run) -> pd.DataFrame:
     """Return one row a stage: its name, seconds, and whether the ledger already had it."""
     rows = [

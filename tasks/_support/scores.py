@@ -1,5 +1,5 @@
 """Scores that an evaluation need not compute on its node: recorded ones, those of all nodes, and
-those of ranks that hold each model together."""
+those of ranks that hold each model together; and which ranks do."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from typing import Any
 from paceline import data, evaluation
 from paceline.client import raised
 from paceline.cluster import Node
-from paceline.config import TrainingSettings
-from paceline.errors import PeerLost, PermanentError, SourceMissing, WorkerLost
-from paceline.models import DESCRIBING, model_digest
+from paceline.config import EvaluationSettings, MeshSettings, TrainingSettings
+from paceline.errors import InvalidInput, PeerLost, PermanentError, SourceMissing, WorkerLost
+from paceline.manifest import Manifest
+from paceline.models import CONFIG_FILE, DESCRIBING, json_object, model_digest
 from paceline.schemas import EvaluationSpec, RecordedScore, digest_of, metric_digest, score_key
 from paceline.tasks._support import sealed
 from paceline.tasks._support.lineage import sources_version
 from paceline.tasks._support.run import Run
 from paceline.tasks.publish import published_url
+from paceline.tasks.train import place_ranks, slots_of
 from paceline.training.launcher import (
     CANCEL_GRACE_S,
     Deadlines,
@@ -38,16 +40,21 @@ logger = logging.getLogger(__name__)
 JUDGING_RANK = "paceline.tasks._support.judging_rank:main"
 MAX_FILE_BYTES = 64 * 1024 * 1024  # of a tokenizer
 
+MEMORY_SHARE = 0.7  # of a node's, for a model's weights
+
 OnEvent = Callable[[dict[str, Any]], None]
 Process = Callable[[Node, EvaluationSpec, OnEvent], None]
 
 
-def scorer_version() -> str:
-    """Return the versions of all that scores: this release's sources and its libraries'."""
+def scorer_version(settings: EvaluationSettings) -> str:
+    """Return the versions of all that scores, this release's sources and its libraries', and the
+    ``settings`` that its figures of one model depend on."""
     found = [sources_version()]
     for name in ("torch", "transformers", "tokenizers", "numpy", "lm_eval"):
         with contextlib.suppress(PackageNotFoundError):
             found.append(f"{name} {version(name)}")
+    asked = settings.model_dump(mode="json", include={"context", "serving_batch"})
+    found += [f"{name} {value}" for name, value in asked.items()]  # defaults are left out
     return ", ".join(found)
 
 
@@ -153,6 +160,129 @@ class Gang:
     settings: TrainingSettings  # ranks, mesh, guard
     nodes: tuple[str, ...]
     slots: dict[str, tuple[int, int]]  # see ``run_job``
+
+
+def judging_gang(
+    run: Run,
+    nodes: Sequence[Node],
+    base: Manifest,
+    ranks: int | None,
+    *,
+    with_tasks: bool,
+) -> Gang | None:
+    """Return the ranks that score each model together: ``ranks`` of them, or those of the profile;
+    else as many as there are where its float32 weights do not fit one node. None: one process
+    scores. A note says where part of it stays with one.
+
+    Raises InvalidInput for more ranks than were asked for and the nodes, or the job, have, and what
+    ``require_one_process`` does.
+    """
+    require_one_process(run, base, nodes[-1:])
+    settings = run.runtime.profile.evaluation
+    asked = settings.ranks if ranks is None else ranks
+    if asked % settings.tp and asked > 1:
+        raise InvalidInput(
+            "tensor parallelism does not divide the ranks that score",
+            got=f"{asked} ranks, tp {settings.tp}",
+            where="evaluation.tp",
+            do="Change one of them.",
+        )
+    tp = settings.tp if asked else 1
+    asked = asked or _needed_ranks(run, nodes, base)
+    if asked == 1:
+        return None
+    mesh = MeshSettings(dp=1, shard=asked // tp, tp=tp)
+    gang = _placed(run, nodes, asked, mesh)
+    if with_tasks:
+        run.warn(
+            "tasks of lm-eval and metrics of user code are computed by one process, which holds "
+            "each model whole"
+        )
+    return gang
+
+
+def _needed_ranks(run: Run, nodes: Sequence[Node], base: Manifest) -> int:
+    """Return how many ranks score ``base``: one where a node holds it, else all of ``nodes``."""
+    least = min(max(1, node.accelerator_count) for node in nodes)
+    count = (run.runtime.profile.training.ranks_per_node or least) * len(nodes)
+    if run.job is not None and run.job.placement is not None:
+        count = sum(run.job.placement.hosts.values())
+    return 1 if count == 1 or _fits(run, base, nodes[-1]) else count
+
+
+def _placed(run: Run, nodes: Sequence[Node], ranks: int, mesh: MeshSettings) -> Gang:
+    placement = None if run.job is None else run.job.placement
+    if placement is not None and ranks > (held := sum(placement.hosts.values())):
+        raise InvalidInput(
+            "more ranks than the job holds",
+            got=ranks,
+            wanted=f"at most {held}",
+            where="evaluation.ranks",
+        )
+    training = run.runtime.profile.training
+    wanted = TrainingSettings(
+        ranks=ranks,
+        ranks_per_node=training.ranks_per_node,
+        batch_sequences=ranks,
+        mesh=mesh,
+        guard=training.guard.model_copy(update={"spares": 0}),
+    )
+    settings, names = place_ranks(wanted, nodes, placement)
+    return Gang(settings, tuple(names), {} if placement is None else slots_of(placement))
+
+
+def require_one_process(run: Run, base: Manifest, nodes: Sequence[Node] = ()) -> None:
+    """Raise InvalidInput where the profile has tasks or metrics, for which one process holds the
+    whole model, and none of ``nodes`` (default: all that Dask reaches now) has the memory for
+    ``base``, on an accelerator or beside it."""
+    asked = run.runtime.profile.evaluation
+    if not (asked.tasks or asked.metrics):
+        return
+    if not nodes and run.runtime.endpoints.scheduler_address:
+        with run.fleet() as fleet:
+            nodes = fleet.nodes()
+    largest = max(  # where an accelerator has no room, the CPU scores
+        (max(each.machine.memory_bytes, _memory_bytes(each)) for each in nodes), default=0
+    )
+    needed_bytes = _float32_bytes(run, base)
+    if largest and needed_bytes > MEMORY_SHARE * largest:
+        raise InvalidInput(
+            "the model does not fit one process, which tasks and metrics need",
+            got=f"{needed_bytes / 1e9:.1f} GB of weights in float32",
+            wanted=f"at most {MEMORY_SHARE:.0%} of {largest / 1e9:.1f} GB, the largest memory of "
+            f"{', '.join(each.worker_id for each in nodes)}"[:300],
+            where=f"{base.model_id} {base.version}",
+            do="Leave out evaluation.tasks and evaluation.metrics, or add a node with more memory.",
+        )
+
+
+def _memory_bytes(node: Node) -> int:
+    """Return the memory of the largest accelerator of ``node``, or of one without any; 0: not
+    known."""
+    machine = node.machine
+    return max((each.memory_bytes for each in machine.accelerators), default=0) or (
+        machine.memory_bytes
+    )
+
+
+def _fits(run: Run, base: Manifest, node: Node) -> bool:
+    """Return whether an accelerator of ``node``, or one without any, holds the weights of ``base``
+    in float32, beside what it runs; True where that is not known."""
+    room_bytes = _memory_bytes(node)
+    return not room_bytes or _float32_bytes(run, base) <= MEMORY_SHARE * room_bytes
+
+
+def _float32_bytes(run: Run, base: Manifest) -> int:
+    """Return the size of the weights of ``base`` in float32; 0: it cannot be scored at all, and the
+    report says why."""
+    url = f"{published_url(run, base.model_id, base.version)}/{CONFIG_FILE}"
+    try:
+        config = json_object(run.store.get_bytes(url), url)
+    except PermanentError:
+        return 0
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    weights = sum(each.size for each in base.files if each.path.endswith(".safetensors"))
+    return weights * (2 if dtype.endswith("float16") else 1)
 
 
 def scored_on_ranks(

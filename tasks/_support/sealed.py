@@ -21,12 +21,14 @@ from pydantic import ValidationError
 
 from paceline.config import Runtime
 from paceline.errors import AccessDenied, CorruptData, InvalidInput, NotFound, SourceMissing
+from paceline.manifest import Manifest
 from paceline.schemas import (
     JOB_ID,
     RUN_ID,
     SHA256_HEX,
     Record,
     RecordedScore,
+    TrainingData,
     canonical_json,
     digest_of,
 )
@@ -40,16 +42,18 @@ AGAIN = {
     "evaluation": "Run `paceline evaluate` again, and use the report_digest that it prints.",
     "score": "It is computed again.",
     "reference": "Name its digest instead.",
+    "descent": "Run the same `paceline train` again: its result is recorded anew.",
 }
 
 Kept = TypeVar("Kept", bound=Record)
 
 
 class Reference(Record):
-    """The newest record of ``kind`` that belongs to a run or a job."""
+    """The digest that belongs to a name: of the newest record of ``kind`` of a run or a job, or
+    what ``note`` recorded."""
 
     kind: str
-    name: str  # run-… or job-…
+    name: str  # run-…, job-…, or a digest
     digest: str
 
     @property
@@ -63,6 +67,63 @@ def refer(run: Run, kind: str, digest: str, *names: str) -> None:
     for name in (run.run_id, *names):
         reference = Reference(kind=kind, name=name, digest=digest)
         _put(run, reference, "reference", reference.key, digest_of(reference))
+
+
+def note(run: Run, kind: str, name: str, digest: str, *, replaces: bool = False) -> None:
+    """Have ``referred`` find ``digest`` by ``name``; unless it ``replaces`` that, what it finds
+    already stays."""
+    if replaces or referred(run, kind, name) is None:
+        reference = Reference(kind=kind, name=name, digest=digest)
+        _put(run, reference, "reference", reference.key, digest_of(reference))
+
+
+def referred(run: Run, kind: str, name: str) -> str | None:
+    """Return the digest that was recorded for ``name``, None where there is none; raises
+    CorruptData as ``find``."""
+    key = digest_of([kind, name])
+    try:
+        return _opened(
+            run, key, "reference", Reference, lambda each: Reference.model_validate(each).key
+        ).digest
+    except NotFound:
+        return None
+
+
+class Descent(Record):
+    """What made weights: the data that they learned from, and the base that they began as."""
+
+    weights_digest: str
+    data: TrainingData
+    base_model_id: str = ""  # "": nothing
+    base_manifest_digest: str = ""
+    base_weights_digest: str = ""
+
+    @property
+    def key(self) -> str:
+        """Return what it is found by."""
+        return digest_of(["descent", self.weights_digest])
+
+
+def weights_of(manifest: Manifest) -> str:
+    """Return the weights digest of what ``manifest`` lists, "" where that has no safetensors."""
+    held = {each.path: each.sha256 for each in manifest.files if each.path.endswith(".safetensors")}
+    return digest_of(held) if held else ""
+
+
+def keep_descent(run: Run, descent: Descent) -> None:
+    """Record ``descent``; the first one of its weights stays."""
+    if descent_of(run, descent.weights_digest) is None:
+        _put(run, descent, "descent", descent.key, digest_of(descent))
+
+
+def descent_of(run: Run, weights_digest: str) -> Descent | None:
+    """Return what made these weights, None where no training here did; raises CorruptData as
+    ``find``."""
+    key = digest_of(["descent", weights_digest])
+    try:
+        return _opened(run, key, "descent", Descent, lambda each: Descent.model_validate(each).key)
+    except NotFound:
+        return None
 
 
 def resolve(run: Run, named: str, kind: str) -> str:
@@ -79,16 +140,9 @@ def resolve(run: Run, named: str, kind: str) -> str:
             wanted="the id of a run or a job, or 64 hexadecimal digits",
             do=AGAIN[kind],
         )
-    try:
-        return _opened(
-            run,
-            digest_of([kind, named]),
-            "reference",
-            Reference,
-            lambda each: Reference.model_validate(each).key,
-        ).digest
-    except NotFound as error:
-        raise NotFound(f"no {kind} of it was recorded", got=named, do=AGAIN[kind]) from error
+    if (digest := referred(run, kind, named)) is None:
+        raise NotFound(f"no {kind} of it was recorded", got=named, do=AGAIN[kind])
+    return digest
 
 
 def keep(run: Run, record: Record, kind: str) -> str:

@@ -43,18 +43,20 @@ def at(s3: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     )
     with app_client(runtime) as client:
         client.snapshot = snapshot
-        for team in ("nlp", "vision"):
-            body = {"name": team, "scopes": ["train"], "team": team}
+        bound = {"nlp": "team", "vision": "team", "asr": "project", "tts": "project"}
+        for name, kind in bound.items():
+            body = {"name": name, "scopes": ["train", "deploy", "ledger"], kind: name}
             made_token = call(client, "POST", "/tokens", client.owner, json=body)
-            setattr(client, team, made_token.json()["token"])
+            setattr(client, name, made_token.json()["token"])
         yield client
 
 
-def submit(at: Any, team: str, purpose: str = "") -> str:
+def submit(at: Any, who: str, purpose: str = "", **more: str) -> str:
     """Submit a job; the refusal, which is the next one where the purpose is allowed."""
     snapshot: Snapshot = at.snapshot
     body = {"model_id": "m", "version": "v1", "dataSnapshot": snapshot.url, "purpose": purpose}
-    answer = call(at, "POST", JOBS, getattr(at, team), json=body)
+    body |= more
+    answer = call(at, "POST", JOBS, getattr(at, who), json=body)
     assert answer.status_code in (403, 404, 422), answer.text
     found = answer.json()
     return f"{found['detail']} wanted {found.get('wanted')}"
@@ -103,6 +105,31 @@ def test_the_table_decides_at_submission_and_each_change_is_audited(at: Any) -> 
         20,
         "the refusal is in the audit history",
     )
+
+
+def test_a_token_of_a_project_opens_that_projects_data_only(at: Any) -> None:
+    allowed = "no such published model"
+    body = {"purpose": "voices", "data": [at.snapshot.url], "projects": ["asr"]}
+    rule = call(at, "POST", PURPOSES, at.owner, json=body).json()
+    assert allowed in submit(at, "asr", "voices"), "it need not be typed"
+    assert allowed in submit(at, "asr", "voices", project="asr", team="any")
+    assert "wanted project asr" in submit(at, "tts", "voices")
+    assert "another project's wanted project tts" in submit(at, "tts", "voices", project="asr")
+    assert "wanted project asr" in submit(at, "asr", "voices", project="tts")
+    spec = {"model_id": "m", "version": "v1", "data_snapshot": at.snapshot.url}
+    flow = {"run_id": "run-20260101-000000-abcdef", "flow_run_id": "0" * 36}
+
+    def adopt(token: str, project: str) -> Any:
+        body = {"spec": spec | {"project": project}, **flow}
+        return call(at, "POST", f"{JOBS}/adopt", token, json=body)
+
+    assert adopt(at.tts, "asr").status_code == 403
+    job = adopt(at.asr, "").json()["job"]
+    assert (job["spec"]["project"], job["spec"]["team"]) == ("asr", "default")
+    cancel = f"{JOBS}/{job['job_id']}/cancel"
+    assert call(at, "POST", cancel, at.tts).status_code == 403
+    assert call(at, "POST", cancel, at.asr).status_code == 200
+    call(at, "DELETE", f"{PURPOSES}/{rule['rule_id']}", at.owner)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import pytest
 
@@ -236,13 +236,14 @@ def test_a_flow_run_that_prefect_has_forgotten_is_no_reason_to_stop(stage: Stage
 
 
 class Rest:
-    """A Prefect server that answers every call alike."""
+    """A Prefect server that answers every call alike, or as a test says."""
 
     def __init__(self) -> None:
         self.status, self.body = 200, b'{"id": "abc"}'
+        self.answer: Callable[[Call], bytes] = lambda _: self.body
 
-    def __call__(self, _: Call) -> tuple[int, bytes]:
-        return self.status, self.body
+    def __call__(self, call: Call) -> tuple[int, bytes]:
+        return self.status, self.answer(call)
 
 
 @pytest.fixture
@@ -303,6 +304,30 @@ def test_an_invalid_flow_run_id_does_not_spoil_the_request(server: Web, rest: Re
     assert json.loads(call.body)["flow_runs"]["id"]["any_"] == [RUN]
     assert starter.states(["mine"]) == {}
     assert len(server.calls) == 1
+
+
+def test_a_crash_is_recorded_by_force_and_a_cancel_is_not(server: Web) -> None:
+    starter = PrefectStarter(server.url)
+    starter.cancel(RUN)
+    starter.crash(RUN, "its process is gone")
+    for call, kind, force in zip(
+        server.calls, ("CANCELLING", "CRASHED"), (False, True), strict=True
+    ):
+        assert call.path == f"/flow_runs/{RUN}/set_state"
+        body = json.loads(call.body)
+        assert (body["state"]["type"], body["force"]) == (kind, force)
+
+
+def test_the_last_lines_of_a_log_are_read_from_its_end(server: Web, rest: Rest) -> None:
+    answers = {
+        f"/flow_runs/{RUN}": {"id": RUN, "tags": ["paceline"], "state_type": "RUNNING"},
+        "/flow_runs/filter": [],
+        "/logs/filter": [{"message": "newest"}, {"message": "before"}],
+    }
+    rest.answer = lambda call: json.dumps(answers[call.path]).encode()
+    assert PrefectStarter(server.url).view(RUN, tail=2).lines == ("before", "newest")
+    asked = json.loads(server.calls[-1].body)
+    assert (asked["sort"], asked["offset"], asked["limit"]) == ("TIMESTAMP_DESC", 0, 2)
 
 
 def test_the_page_of_a_run_is_where_people_open_prefect(server: Web, rest: Rest) -> None:

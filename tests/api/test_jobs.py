@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +16,15 @@ from paceline.api.jobs import make_job_router
 from paceline.config import Profile
 from paceline.coordinator import Caller, current_call
 from paceline.coordinator.callers import Call
-from paceline.errors import AccessDenied, InvalidInput
+from paceline.errors import AccessDenied, Conflict, InvalidInput, NotFound
 from paceline.jobs import JobTable, changed
 from paceline.schemas import (
     Accelerator,
+    FlowRunView,
     Inventory,
     JobPlacement,
     JobState,
+    JobUsage,
     Labels,
     Scope,
     SubmitJob,
@@ -76,13 +80,21 @@ class Routes:
         self.coordinator = Coordinator()
         self.table = JobTable(self.coordinator)  # type: ignore[arg-type]
         runtime = make_runtime(state_dir).model_copy(update={"profile": profile})
+        self.logs: dict[str, list[str]] = {}  # flow run → its lines
         router = make_job_router(
             runtime,
             self.coordinator,  # type: ignore[arg-type]
             self.table,
-            SimpleNamespace(page_of=lambda _: ""),  # type: ignore[arg-type]
+            SimpleNamespace(page_of=lambda _: "", view=self.view),  # type: ignore[arg-type]
         )
         self.of = {each.name: each.endpoint for each in router.routes}  # type: ignore[attr-defined]
+
+    def view(self, flow_run_id: str, after: int, tail: int) -> FlowRunView:
+        """Return a flow run that has ended, with a part of its log."""
+        lines = self.logs[flow_run_id][-tail:] if tail else self.logs[flow_run_id][after:]
+        return FlowRunView(
+            flow_run_id=flow_run_id, flow="", run_id="", state="COMPLETED", lines=tuple(lines)
+        )
 
     def paused(self, kind: str) -> str:
         """Return a job that began on accelerators of ``kind`` and was paused."""
@@ -135,6 +147,65 @@ def test_a_gang_that_needs_a_node_which_restarts_waits_for_it(routes: Routes) ->
     routes.coordinator.heard_at = time.time() - 3600
     with pytest.raises(InvalidInput, match="would never get its nodes"):
         routes.of["submit_job"](SPEC)
+
+
+def test_the_logs_of_every_attempt_are_read_while_a_job_waits_too(routes: Routes) -> None:
+    job_id, log = routes.paused("NVIDIA A100"), routes.of["get_job_log"]
+    assert log(job_id, 0, 0, 0).lines == (), "no flow run yet"
+    held = JobUsage(attempt=1, accelerators={"cpu": 1}, since=2.0)
+    placed = {"placement": JobPlacement(hosts={"a-0": 1}, level="host")}
+    routes.logs = {"flow-1": ["1a", "1b"], "flow-2": ["a", "b", "c"]}
+    for attempt, end in ((1, S.PAUSED), (2, S.RECOVERING)):
+        usage = (*routes.table.job(job_id).usage, held.model_copy(update={"attempt": attempt}))
+        flow = {"flow_run_id": f"flow-{attempt}", "attempt": attempt}
+        changes = ((S.ADMITTED, placed | {"usage": usage}), (S.STARTING, flow), (end, {}))
+        for state, more in ((S.QUEUED, {}), *changes):
+            routes.table.change(job_id, lambda job: changed(job, state, 3.0, **more))  # noqa: B023
+    assert routes.table.job(job_id).flow_run_id is None
+    newest = log(job_id, 0, 0, 0)
+    assert (newest.lines, newest.after, newest.is_over) == (("a", "b", "c"), 3, False)
+    assert log(job_id, 3, 0, 0).is_over
+    assert log(job_id, 1, 1, 0).lines == ("1b",)
+    last = log(job_id, 0, 1, 1)
+    assert (last.lines, last.is_over) == (("1b",), True)
+    with pytest.raises(NotFound, match=r"no such attempt: got 3, wanted 1 to 2"):
+        log(job_id, 0, 3, 0)
+
+
+def test_a_job_that_has_succeeded_is_not_cancelled(routes: Routes) -> None:
+    job_id = routes.paused("NVIDIA A100")
+    for state in (S.QUEUED, S.ADMITTED, S.SUCCEEDED):
+        routes.table.change(job_id, lambda job: changed(job, state, 3.0))  # noqa: B023
+    before = routes.table.job(job_id)
+    with pytest.raises(Conflict, match=r"nothing to cancel.*got succeeded"):
+        routes.of["cancel_job"](job_id)
+    assert routes.table.job(job_id) == before
+
+
+def test_of_many_resumes_at_once_one_queues_the_job(routes: Routes) -> None:
+    job_id, calls = routes.paused("NVIDIA A100"), 8
+    together = threading.Barrier(calls)
+
+    def resume(_: int) -> JobState:
+        together.wait(10)
+        return routes.of["resume_job"](job_id).job.state
+
+    caller = current_call.get()  # of this thread; each call has its own
+    with ThreadPoolExecutor(calls, initializer=lambda: current_call.set(caller)) as pool:
+        assert list(pool.map(resume, range(calls))) == [S.QUEUED] * calls
+    history = routes.table.job(job_id).history
+    assert sum(each.reason == "resumed" for each in history) == 1
+
+
+def test_pages_of_jobs_have_each_job_once_the_newest_first(routes: Routes) -> None:
+    base = routes.table.job(routes.paused("NVIDIA A100"))
+    for number in range(4):
+        new = {"job_id": f"tj-{number:012x}", "created_at": 2.0 + number}
+        routes.table.add(base.model_copy(update=new))
+    pages = [routes.of["list_jobs"](offset=offset, limit=2) for offset in (0, 2, 4, 6)]
+    created = [[each.created_at for each in page.jobs] for page in pages]
+    assert created == [[5.0, 4.0], [3.0, 2.0], [1.0], []]
+    assert {page.total for page in pages} == {5}
 
 
 def test_a_job_is_not_resumed_where_its_kind_of_accelerator_is_gone(routes: Routes) -> None:

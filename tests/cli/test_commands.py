@@ -13,11 +13,13 @@ from pathlib import Path
 import click
 import pytest
 
+from paceline.cli import flows
 from paceline.cli.commands import COMMANDS, GROUPS, group_of, leaves
-from paceline.cli.flows import made_and_next
+from paceline.cli.flows import FlowCall, made_and_next
 from paceline.cli.main import cli
-from paceline.cli.options import again, one_of, print_table
+from paceline.cli.options import again, one_of, or_last, print_table, remember
 from paceline.cli.progress import StageBars
+from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.errors import InvalidInput, NotFound
 from paceline.tasks._support.run import StageUpdate
 from tests.support.command import paceline
@@ -104,7 +106,7 @@ def test_a_meaning_of_train_offers_only_its_own_options() -> None:
     assert ("--purpose" in here, "--purpose" in there) == (False, True)
     refused = paceline("train", "--purpose", "speech")
     assert refused.returncode == 2
-    assert "--purpose speech without MODEL_ID" in refused.stderr, refused.stderr
+    assert '--purpose belongs to "On an installation"' in refused.stderr, refused.stderr
     assert "--set data.purpose=" in refused.stderr
 
 
@@ -226,3 +228,101 @@ def test_a_table_wider_than_the_terminal_is_a_block_a_row(
     monkeypatch.setenv("COLUMNS", "160")
     print_table(("worker", "state", "machine"), rows)
     assert "━" in capsys.readouterr().out
+
+
+INTO, URL, RUN = "With --into, on this machine", "With URL", "Without URL, as a run"
+OF_DIRECTORY, OF_SOURCE = "A directory, with URL", "A source of a hub or registry"
+NAMED = ("--model", "org/m", "--version", "1")
+FORMS = {  # what is typed → headings of the command's other forms
+    "distribute org/m 1": (INTO,),
+    "distribute my-model --into nodes": ("Without --into, on an installation",),
+    "publish my-model --model org/m --version 1": (URL, OF_DIRECTORY, OF_SOURCE),
+    "publish my-model s3://b/p --model org/m --version 1": (OF_SOURCE, RUN),
+    "publish hf://org/m s3://b/p": (OF_DIRECTORY, RUN),
+    "rollback org/m": ("With DEPLOYMENT_ID",),
+    "rollback 01234567-": ("With MODEL_ID",),
+    "train": ("On an installation",),
+    "train org/m 1 --snapshot s3://b/d": ("On this machine",),
+    "cost": ("Estimate with --steps",),
+    "doctor --servers": ("Without --servers",),
+}
+
+
+def sample(option: click.Option, path: Path) -> list[str]:
+    """Return the option as it is typed, with a value that it accepts."""
+    if option.is_flag:
+        return [option.opts[0]]
+    metavars = {"SIZE": "1GB", "SPEED": "1Gbps", "KEY=VALUE": "a.b=1", "KIND COUNT": "cpu 2"}
+    number = isinstance(option.type, click.types.IntParamType | click.types.FloatParamType)
+    if isinstance(option.type, click.Choice):
+        value = str(option.type.choices[-1])
+    else:
+        kind, value = option.type, "3" if number else metavars.get(option.metavar or "")
+        if isinstance(kind, click.Path):
+            value = str(path if kind.dir_okay else path / "file")
+    return [option.opts[0], *(value or "x").split(" ")]
+
+
+@pytest.mark.parametrize("words", FORMS)
+def test_an_option_of_another_form_is_refused_by_its_heading(words: str, tmp_path: Path) -> None:
+    command = dict(EVERY)[words.split(maxsplit=1)[0],]
+    checked = 0
+    for heading in FORMS[words]:
+        names = set(command.sections[heading].split()) - {"into"}  # type: ignore[attr-defined]
+        for option in command.params:
+            if option.name in names and isinstance(option, click.Option):
+                typed = (*words.split(), *sample(option, tmp_path))
+                done = paceline(*typed, PACELINE_STATE=str(tmp_path / "state"))
+                assert done.returncode == 2, (typed, done.stderr)
+                assert option.opts[0] in done.stderr
+                assert f'to "{heading}"' in done.stderr or "installation's bucket" in done.stderr
+                checked += 1
+    assert checked
+
+
+def test_distribute_passes_digest_and_allow_older_to_the_installations_flow(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: dict[str, object] = {}
+    monkeypatch.setattr(FlowCall, "run", lambda _self, _flow, **more: given.update(more) or 0)
+    here = Runtime(
+        profile=Profile(),
+        state_dir=tmp_path,
+        endpoints=Endpoints(prefect_api_url="http://127.0.0.1:9/api"),
+        secrets=Secrets(coordinator_token="t"),
+    )
+    save_runtime(here)
+    typed = ("distribute", "m", "1", "--digest", "ab", "--allow-older", "--state", tmp_path)
+    assert paceline(*typed).returncode == 0
+    assert (given["manifest_digest"], given["allow_older"]) == ("ab", True)
+
+
+def test_last_is_what_this_user_made_last_on_that_installation(
+    no_login: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, other = (
+        Runtime(
+            profile=Profile(), state_dir=tmp_path / name, endpoints=Endpoints(), secrets=Secrets()
+        )
+        for name in ("made", "other")
+    )
+    for each in (made, other):
+        each.state_dir.mkdir()
+        save_runtime(each)
+    assert or_last("s3://b/d", "url", made.state_dir) == "s3://b/d"
+    remember(made, "publish.build_snapshot", {"url": "s3://b/1"})
+    remember(made, "publish.build_snapshot", {"url": "s3://b/2", "notes": []})
+    remember(made, "train.train_model", {"training_digest": "4" * 64, "job_id": "job-1"})
+    remember(made, "train.publish_model", {"url": "s3://b/model"})
+    assert or_last("last", "url", made.state_dir) == "s3://b/2"
+    assert or_last("last", "job_id", made.state_dir) == "job-1"
+    assert flows._digest_of("last", "training_digest", "train", made.state_dir) == "4" * 64
+    assert (no_login / "paceline/last.json").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(InvalidInput, match=f"`paceline snapshot`.*{other.state_dir}"):
+        or_last("last", "url", other.state_dir)
+    (no_login / "paceline/last.json").write_text("[")
+    done = paceline("promote", "m", "--report", "last", "--state", made.state_dir)
+    assert done.returncode == 2
+    assert "Type `paceline evaluate` first" in done.stderr
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/proc/none")
+    remember(made, "publish.build_snapshot", {"url": "s3://b/3"})  # and no error

@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from paceline.cli.doctor import checks
 from tests.support.command import paceline
 
 
@@ -49,3 +50,13 @@ def test_mlflow_on_a_file_needs_no_check(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", "sqlite:///mlflow.db")
     done = paceline("doctor", "--servers")
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(("kinds", "status"), [("A100 A100", "ok"), ("A100 H100 H100", "warning")])
+def test_gpus_that_no_rank_uses_are_a_finding(
+    kinds: str, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards = tuple(f"NVIDIA {each}, 81559 MiB, 550.54.15" for each in kinds.split())
+    monkeypatch.setattr(checks, "gpus", lambda: cards)
+    (found,) = checks.accelerators()
+    assert found.status == status

@@ -1,6 +1,7 @@
 """`paceline init`: a fleet's state directory, from which a coordinator starts and nodes join."""
 
 import json
+import shlex
 import signal
 import socket
 import stat
@@ -12,8 +13,10 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from paceline.cli import cli
 from paceline.config import load_runtime
 from paceline.schemas import schema_text
+from tests.journeys.guide import commands
 from tests.support.command import paceline
 
 DEADLINE_S = 60.0
@@ -164,3 +167,13 @@ def test_a_fleet_without_prefect_says_so_instead_of_starting_a_server(tmp_path, 
     (line,) = done.stderr.splitlines()
     assert "no Prefect server" in line
     assert "init --prefect" in line
+
+
+def test_the_page_of_replicas_makes_a_state_and_its_coordinators_options_are_known(tmp_path):
+    page = commands("how-to/run-coordinator-replicas.md")["replicas"]
+    init, serve = page.replace("DIR", str(tmp_path / "state")).splitlines()
+    done = paceline(*shlex.split(init)[1:])
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "state/client.json").read_text())["coordinators"]
+    _, name, *words = shlex.split(serve)
+    cli.get_command(None, name).make_context(name, words)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -12,18 +14,31 @@ import pytest
 
 import paceline as package
 from paceline.cli.options import whole_run_id, whole_training_id
-from paceline.config import Endpoints
+from paceline.client import CoordinatorClient
+from paceline.config import Endpoints, PriceSettings
 from paceline.errors import Conflict, InvalidInput, NotFound
 from paceline.schemas import AdoptJob, JobReport, JobState, SubmitJob, new_run_id, schema_text
 from tests.api.conftest import FakeAgent, Served, make_runtime
+from tests.journeys.guide import commands
 from tests.support.command import paceline
 from tests.support.stack import wait_until
 from tests.support.web import Call, serving
 
+FLOW = "0192f0c1-0000-7000-8000-000000000001"
+LOG = [f"line {number}" for number in range(250)]
 
-def mlflow(call: Call) -> tuple[int, bytes]:
-    """One experiment, and a run of each run id that is searched."""
-    asked = json.loads(call.body)
+
+def servers(call: Call) -> tuple[int, bytes]:
+    """MLflow with one experiment, and a run of each run id that is searched; Prefect with one flow
+    run that has logged."""
+    asked = json.loads(call.body or b"{}")
+    if call.path.endswith("/logs/filter"):
+        ordered = LOG[::-1] if asked["sort"] == "TIMESTAMP_DESC" else LOG
+        lines = ordered[asked["offset"] :][: asked["limit"]]
+        return 200, json.dumps([{"message": each} for each in lines]).encode()
+    if "/flow_runs/" in call.path:
+        flow = {"id": FLOW, "tags": ["paceline"], "state_type": "RUNNING"}
+        return 200, json.dumps([] if call.path.endswith("/filter") else flow).encode()
     if call.path.endswith("/experiments/search"):
         return 200, b'{"experiments": [{"experiment_id": "7"}]}'
     tags = [{"key": "paceline.run_id", "value": asked["filter"].split("'")[1].rstrip("%")}]
@@ -33,9 +48,11 @@ def mlflow(call: Call) -> tuple[int, bytes]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: Any) -> Iterator[Served]:
-    with serving(mlflow) as web:
+    with serving(servers) as web:
         runtime = make_runtime(tmp_path_factory.mktemp("jobs") / "state", lost_after_beats=100_000)
-        endpoints = Endpoints(mlflow_url=web.url)
+        prices = {"prices": PriceSettings(per_hour={"cpu": 3.6})}
+        runtime = runtime.model_copy(update={"profile": runtime.profile.model_copy(update=prices)})
+        endpoints = Endpoints(mlflow_url=web.url, prefect_api_url=f"{web.url}/api")
         server = Served(runtime.model_copy(update={"endpoints": endpoints}))
         server.runtime.state_dir.mkdir()
         server.start()
@@ -57,10 +74,12 @@ def said(served: Served, schema: str, *words: str) -> Any:
     return answer
 
 
-def adopt(served: Served, **fields: Any) -> str:
+def adopt(served: Served, flow: str = "", **fields: Any) -> str:
     given = {"model_id": "m", "version": "v1", "data_snapshot": "s3://b/d"} | fields
     spec = SubmitJob.model_validate(given)
-    return served.client().adopt_job(AdoptJob(spec=spec, run_id=new_run_id())).job_id
+    return (
+        served.client().adopt_job(AdoptJob(spec=spec, run_id=new_run_id(), flow_run_id=flow)).job_id
+    )
 
 
 def test_lists_show_progress_and_are_filtered(served: Served) -> None:
@@ -97,6 +116,41 @@ def test_lists_show_progress_and_are_filtered(served: Served) -> None:
     assert shown["job"]["report"]["notes"] == ["a note"]
     waits = said(served, "job", "show", waiting)
     assert "/runs/" not in waits["pages"]["mlflow"], "it has no run yet: the server's page"
+
+
+def test_what_a_job_has_and_costs_and_its_twin_are_shown(served: Served) -> None:
+    client, state = served.client(), served.runtime.state_dir
+    end_all(client)
+    first, twin = (
+        adopt(served, name="twins", resources={"ranks": 1}, seed=12, budget=1e9) for _ in range(2)
+    )
+
+    def has_a_node() -> bool:
+        client.report_job(first, JobReport(at=0))
+        return client.job(first).job.placement is not None
+
+    wait_until(has_a_node, 30, "the job has its node")
+    lines = paceline("jobs", "show", first, "--state", state).stdout.splitlines()
+    found = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if line.strip()}
+    assert found["nodes"] == "node-0 (1), in one host, score 1.00"
+    assert re.fullmatch(r"[\d,.]+ of 1,?000,?000,?000.00 EUR", found["cost"]), found["cost"]
+    assert found["same"] == f"as {twin}: they share one training"
+    newest, older = (
+        said(served, "jobs", "list", "--name", "twins", "--limit", "1", "--offset", offset)
+        for offset in ("0", "1")
+    )
+    assert [each["job_id"] for each in (*newest["jobs"], *older["jobs"])] == [twin, first]
+    done = paceline("jobs", "list", "--name", "twins", "--limit", "1", "--state", state)
+    assert "1 more: --limit, --offset" in done.stderr
+    end_all(client)
+
+
+def end_all(client: CoordinatorClient) -> None:
+    """End every job: one of another test may hold the only node."""
+    for each in client.jobs().jobs:
+        if not each.state.is_final:
+            client.change_job(each.job_id, "cancel")
+            client.report_job(each.job_id, JobReport(at=0, outcome="cancelled"))
 
 
 def test_a_program_pauses_resumes_and_cancels(served: Served) -> None:
@@ -146,6 +200,34 @@ def test_runs_and_trainings_are_found_by_the_beginning_of_their_ids(served: Serv
         whole_training_id(client, "job-ff")
 
 
+def test_the_log_of_an_attempt_is_read_while_the_job_is_paused(served: Served) -> None:
+    client, state = served.client(), served.runtime.state_dir
+    end_all(client)
+    job_id = adopt(served, FLOW, name="paused", resources={"ranks": 1}, seed=11)
+
+    def is_in(state: JobState, **report: Any) -> bool:
+        client.report_job(job_id, JobReport(flow_run_id=FLOW, at=0, step=1, **report))
+        return client.job(job_id).job.state is state
+
+    wait_until(lambda: is_in(JobState.RUNNING), 30, "the job runs")
+    client.change_job(job_id, "pause")
+    wait_until(lambda: is_in(JobState.PAUSED, outcome="cancelled"), 30, "the job is paused")
+    assert client.job(job_id).job.flow_run_id is None
+    for words in ([], ["--attempt", "1"]):
+        assert said(served, "job-log", "logs", job_id, *words)["lines"] == LOG
+    assert said(served, "job-log", "logs", job_id, "--tail", "2")["lines"] == LOG[-2:]
+    with package.Client(served.url, served.runtime.secrets.coordinator_token) as python:
+        assert list(python.job_log(job_id, attempt=1)) == LOG
+        assert list(python.job_log(job_id, tail=3)) == LOG[-3:]
+    done = paceline("jobs", "logs", job_id, "--attempt", "2", "--state", state)
+    assert done.returncode != 0
+    assert "no such attempt: got 2, wanted 1 to 1" in done.stderr
+    done = paceline("jobs", "logs", job_id, "--follow", "--tail", "2", "--state", state)
+    assert done.returncode == 2
+    assert "leave out --attempt and --tail" in done.stderr
+    client.change_job(job_id, "cancel")
+
+
 def test_a_log_is_json_for_a_program(served: Served) -> None:
     job_id = adopt(served, name="logged", resources={"ranks": 1}, seed=7)
     said(served, "job", "cancel", job_id)
@@ -162,3 +244,17 @@ def test_a_log_is_json_for_a_program(served: Served) -> None:
         ("outcome", "cancelled"),
     ]
     assert done.returncode == items[-1]["exit_code"] == 130
+
+
+def test_the_page_allows_lists_and_revokes_a_purpose(served: Served) -> None:
+    allow, listed, revoke = commands("how-to/run-training-jobs.md")["purposes"].splitlines()
+
+    def typed(line: str) -> str:
+        done = paceline(*shlex.split(line)[1:], "--state", served.runtime.state_dir)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    typed(allow)
+    (rule,) = re.findall(r"dp-[0-9a-f]+", typed(listed))
+    typed(revoke.replace("dp-4f1c", rule[:7]))
+    assert "revoked" in typed(listed)

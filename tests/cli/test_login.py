@@ -20,7 +20,7 @@ import pytest
 import paceline as python
 from paceline.client import AccessClient
 from paceline.config import Endpoints, Runtime, save_runtime, with_overrides
-from paceline.errors import InvalidInput, NotFound, PacelineError
+from paceline.errors import CorruptData, InvalidInput, NotFound, PacelineError
 from paceline.manifest import fetch_manifest
 from paceline.relay.transport import issue_server, make_authority
 from paceline.schemas import (
@@ -352,6 +352,18 @@ def test_a_deployment_goes_to_the_workers_that_a_selector_names(
     assert targets == tuple(NODES)
     with pytest.raises(InvalidInput, match="unknown label"):
         client.create(CreateDeployment.model_validate(made | {"selector": "pol=x"}), "three")
+
+
+def test_distribute_refuses_another_manifest_than_the_one_named(
+    person: Served, fleet: list[FakeAgent]
+) -> None:
+    url, manifest = make_model(person.runtime.state_dir, f"v{time.monotonic_ns()}")
+    with pytest.raises(CorruptData, match=f"another model: got {manifest.digest}, wanted 0000"):
+        python.Client().distribute(url, to="node-3", digest="0" * 64)
+    made = {"source_url": url, "selector": "", "manifest_digest": manifest.digest}
+    call = CreateDeployment.model_validate(made)
+    assert person.client().create(call, "named").status == "init"
+    assert "manifest_digest" not in call.model_copy(update={"manifest_digest": None}).model_dump()
 
 
 # --- flows ----------------------------------------------------------------------------------------

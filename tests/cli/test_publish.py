@@ -93,7 +93,7 @@ def test_publish_to_a_url_needs_no_installation_and_signs(
         (("{model}", "s3://cli-publish/m/1", "--sign", "/no/key"), {}, 1, ("paceline keys new",)),
         (("{model}", "s3://cli-publish/m/1", "--link", "fast"), {}, 2, ("10Gbps", "--link")),
         (("{model}", "s3://cli-publish/m/1", "--piece", "3 bytes"), {}, 2, ("--piece", "64MiB")),
-        (("{model}", "--sign", "/no/key"), {}, 2, ("want a URL",)),
+        (("{model}", "--sign", "/no/key"), {}, 2, ('--sign belongs to "With URL"',)),
     ],
     ids=lambda each: " ".join(each) if isinstance(each, tuple) else None,
 )

@@ -116,6 +116,11 @@ def test_the_audit_command_tells_who_did_what(served):
         (("tokens", "create", "--name", "x"), 2, "--scope"),
         (("tokens", "create", "--name", "x", "--scope", "root"), 2, "read"),
         (
+            ("tokens", "create", "--name", "x", "--scope", "read", "--project", "asr"),
+            2,
+            "wanted train",
+        ),
+        (
             ("tokens", "create", "--name", "x", "--scope", "read", "--ttl", "soon"),
             2,
             "s, m, h or d",

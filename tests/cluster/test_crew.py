@@ -172,6 +172,29 @@ def test_gangs_share_a_node_by_its_slots(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("own_node")
+@pytest.mark.parametrize(("slots", "shown"), [(1, "4"), (2, "4,6"), (3, "1,4,6")])
+def test_on_a_node_of_two_kinds_a_slot_is_the_number_of_a_card_of_one_kind(
+    tmp_path: Path, slots: int, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards = {"CUDA_VISIBLE_DEVICES": "1,4,6", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    monkeypatch.setattr(remote, "_like_cards", lambda: cards)
+    if slots < 3:
+        remote.claim("other", Share(1, 3, "job-other"))
+    assert remote.claim("gang", Share(slots, 3, "job")) is None
+    names = "[os.environ[each] for each in ('CUDA_VISIBLE_DEVICES', 'CUDA_DEVICE_ORDER')]"
+    order = Order(
+        process_id="shows",
+        argv=(sys.executable, "-c", f"import os; print(*{names})"),
+        env={},
+        input_json="",
+        directory=str(tmp_path),
+        gang_id="gang",
+    )
+    remote.launch(order)
+    assert remote.poll({"shows": 0}, 20.0)["shows"].lines == (f"{shown} PCI_BUS_ID",)
+
+
+@pytest.mark.usefixtures("own_node")
 def test_a_process_sees_the_accelerators_that_its_gang_claimed(tmp_path: Path) -> None:
     remote.claim("other", Share(2, 4, "job-other"))
     remote.claim("gang", Share(1, 4, "job"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from html import escape
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +19,14 @@ from paceline.data import (
     read_table,
     require_valid,
     validate_snapshot,
+    validation,
+    validation_page,
 )
+from paceline.data.expectations import own_expectations
 from paceline.errors import DataRejected, InvalidInput
 from paceline.storage import DiskStore, ObjectStore
 from tests.data.planting import Rows, as_tokens, replant
+from tests.journeys.guide import commands
 
 pytestmark = pytest.mark.xdist_group("great-expectations")  # one worker imports it
 
@@ -38,6 +44,25 @@ def test_a_good_snapshot_passes(snapshot: Snapshot, store: ObjectStore, tmp_path
     assert figures["samples"] == 40
     assert 0 < figures["shortest"] < figures["longest"]
     assert figures["greatest"] < 128, "the texts are ASCII"
+
+
+def test_the_page_shows_what_was_found_and_runs_nothing(
+    snapshot: Snapshot, store: ObjectStore, tmp_path: Path
+) -> None:
+    report = validate_snapshot(snapshot, store, tmp_path)
+    hostile = "</title><script src=//evil></script><img src=x onerror=alert(1)>"
+    report.checks.append({"name": hostile, "passed": False, "got": hostile, "examples": [hostile]})
+    report.quarantined.append(
+        {"shard": "f" * 64, "split": "train", "bytes": 9, "documents": 3, "reason": hostile}
+    )
+    made = validation_page(snapshot, report, {"tokens": 0.25, hostile: 1.0}, refused=hostile)
+    for each in ("key is unique", "25.0%", "f" * 64, snapshot.url, "is gone", ">refused<"):
+        assert each in made, each
+    assert made.count(escape(hostile)) == 6
+    assert re.findall(r"<(script|img|a|iframe|link|object|base|form)\b", made) == []
+    assert "default-src 'none'" in made
+    calm = validate_snapshot(snapshot, store, tmp_path)
+    assert ">valid<" in validation_page(snapshot, calm, {})
 
 
 def duplicate_key(rows: Rows) -> None:
@@ -227,3 +252,10 @@ def test_drift_is_of_means_and_lengths(
     assert moved == pytest.approx(2.0, abs=0.01)
     assert drift_of(before, [before[0] | {"column": "other"}]) == {"tokens": 1.0, "other": 1.0}
     assert drift_of(before, [before[0] | {"mean": None}]) == {"tokens": 1.0}
+
+
+def test_the_expectations_of_the_docs_are_great_expectations_own(snapshot: Snapshot) -> None:
+    text = commands("how-to/make-a-data-snapshot.md", "yaml")["expectations"]
+    columns = [*validation.COLUMNS, *validation.MADE_COLUMNS, "feature.label"]
+    validation._import_great_expectations()
+    assert len(own_expectations(text, snapshot, columns)) == 2

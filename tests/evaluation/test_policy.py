@@ -23,10 +23,11 @@ from paceline.schemas import (
     GateDecision,
     MetricScore,
     Serving,
+    TaskOverlap,
     TaskScore,
     digest_of,
 )
-from tests.evaluation.reports import LINEAGE, interval, passing
+from tests.evaluation.reports import CLEAN, LINEAGE, interval, passing
 
 LOOSE = {"except_baselines": ("ngram", "gzip", "xz")}
 TEXT = """
@@ -218,7 +219,7 @@ def test_parameters_and_context_are_bounded_where_the_policy_says_so(
     policy = Policy.model_validate(LOOSE | {name: bound})
 
     def failed(value: int | None, policy: Policy) -> list[str]:
-        report = passing(**{field: value})
+        report = passing(**{"judged_context": 64, field: value})
         decision = decide(report, policy, champion="champion", lineage=LINEAGE)
         return [each.name for each in decision.checks if not each.passed]
 
@@ -235,7 +236,9 @@ def test_tasks_are_bounded_from_below_and_may_not_get_worse() -> None:
             scores={"candidate": interval(*own)},
             difference_to={"champion": interval(*gain)},
         )
-        return passing().model_copy(update={"tasks": (score,)})
+        rows = TaskOverlap(task="t", rows=50, found=2)
+        clean = CLEAN.model_copy(update={"tasks": (rows,)})
+        return passing().model_copy(update={"tasks": (score,), "overlaps": (clean,)})
 
     def failed(report: EvaluationReport, **policy: object) -> list[str]:
         own = Policy.model_validate(LOOSE | policy)

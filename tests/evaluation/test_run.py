@@ -220,9 +220,17 @@ def test_figures_on_tasks_are_recorded_by_model_and_tasks(
     manifest = publish_model(
         rows, f"s3://{BUCKET}/tasks", model_id="tasks", version="1", store=s3.store(), link_mbit=100
     )
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for n in range(10):  # the first rows, with the right answers
+        (texts / f"mine-{n}").write_text(f"line {n} is {(n * n, n, 'thirteen')[n % 3]}\n")
+    settings = DataSettings(held_out_share=0.1)
+    copied = build_snapshot(str(texts), f"s3://{BUCKET}/data", settings, s3.store())
+    trained_on = TrainingData(snapshot_url=copied.url, snapshot_digest=copied.digest)
     asked = spec.model_copy(
         update={
             "scorer": "this release",
+            "trained_on": (trained_on,),
             "tasks_url": f"s3://{BUCKET}/tasks",
             "tasks_digest": manifest.digest,
             "models": spec.models | {"champion": spec.models["base"]},
@@ -242,3 +250,9 @@ def test_figures_on_tasks_are_recorded_by_model_and_tasks(
     assert scored[1] == []
     assert reports[0].tasks == reports[1].tasks
     assert set(reports[0].tasks[0].scores) == {"candidate", "base", "champion"}
+    trained = sum(each.documents for each in copied.of_split("train"))
+    assert 0 < trained < 10
+    for report in reports:
+        ((found,),) = (each.tasks for each in report.overlaps)
+        assert (found.task, found.rows, found.found) == ("next_number", 24, trained)
+        assert f"Of the 24 rows of task next_number {trained} are there" in as_markdown(report)

@@ -79,7 +79,8 @@ def test_parts_of_several_nodes_are_the_whole_to_the_bit(
             )
             on_event({"event": "score", "data": score.model_dump(mode="json")})
 
-        score_share(models, documents, open_tokenizer("bytes"), on_scored, lambda *_: None)
+        ways = on_scored, lambda *_: None, SPEC.settings
+        score_share(models, documents, open_tokenizer("bytes"), *ways)
 
     names = [f"node-{number}" for number in range(nodes)]
     found = scores.scored_in_parts(run, SPEC, names, process)
@@ -91,6 +92,7 @@ def test_parts_of_several_nodes_are_the_whole_to_the_bit(
     assert len(bucket.objects) == 2
     for score, its in zip(found, whole.values(), strict=True):
         assert np.array(score.bits).tobytes() == its.bits.tobytes()
+        assert score.facts["judged_context"] == its.judged_context > 0
         assert score.facts["tokens"] == its.tokens == sum(len(each.text) for each in DOCUMENTS)
         assert sealed.find_score(run, score.key) == score
 

@@ -14,7 +14,7 @@ import yaml
 
 from paceline.config import EvaluationSettings
 from paceline.errors import InvalidInput
-from paceline.evaluation import TextModel, read_tasks, score_tasks
+from paceline.evaluation import TextModel, read_tasks, score_tasks, task_rows
 from paceline.models import local_model_digest
 from paceline.schemas import TaskScore
 from tests.support.hugging_face import CHATML, write_model, write_tokenizer
@@ -228,6 +228,25 @@ def test_an_answer_longer_than_the_context_is_named(model: Path, tmp_path: Path)
     with pytest.raises(InvalidInput, match="longer than the model's context") as caught:
         scored(directory, {"candidate": model}, tmp_path)
     assert "row 3 of task next_number" in caught.value.one_line()
+
+
+def test_the_rows_of_tasks_are_prompts_with_the_right_answer(tmp_path: Path) -> None:
+    """Of what is scored, without shots and each once: what is looked for in training data."""
+    swapped = CHOICE | {  # choices come before one ending
+        "task": "swapped", "doc_to_text": "label", "doc_to_target": "text", "num_fewshot": 0
+    }  # fmt: skip
+    directory = write_tasks(tmp_path / "tasks", CHOICE, COMPLETION, swapped)
+    rows = (directory / "rows.jsonl").read_text()
+    (directory / "rows.jsonl").write_text(rows + rows)
+    found = task_rows(directory, tmp_path)
+    assert {name: len(each) for name, each in found.items()} == {
+        "completion": 24, "next_number": 24, "swapped": 24,
+    }  # fmt: skip
+    for task in ("completion", "next_number"):
+        assert found[task][:3] == [
+            ("line 0 is", " 0"), ("line 1 is", " 1"), ("line 2 is", " thirteen"),
+        ]  # fmt: skip
+    assert found["swapped"][2] == ("thirteen", " line 2 is")
 
 
 def test_a_model_is_scored_once_and_what_is_recorded_not_again(

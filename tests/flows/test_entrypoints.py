@@ -16,6 +16,9 @@ from prefect.utilities.callables import parameter_schema
 from pydantic import BaseModel
 
 from paceline.cli.flows import OUTCOMES
+from paceline.config import load_profile
+from paceline.flows.train import train_model
+from paceline.models import weights_digest
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load((ROOT / "prefect.yaml").read_text())[
@@ -51,8 +54,6 @@ def test_the_lifecycle_needs_no_parameter() -> None:
 
 
 def test_a_flow_checks_what_it_is_given() -> None:
-    from paceline.flows.train import train_model
-
     given = {"model_id": "m", "version": "1", "snapshot_url": "s3://b/d/snapshots/0"}
     assert train_model.validate_parameters(given)["labels"] == "true"
     with pytest.raises(ParameterTypeError, match="labels"):
@@ -62,8 +63,6 @@ def test_a_flow_checks_what_it_is_given() -> None:
 
 
 def test_the_form_of_training_has_what_a_person_chooses() -> None:
-    from paceline.flows.train import train_model
-
     form = parameter_schema(train_model).properties
     assert form["labels"]["enum"] == ["true", "shuffled"]
     assert {"ranks", "steps", "learning_rate", "mesh", "settings"} <= form.keys()
@@ -84,6 +83,33 @@ def test_forms_describe_each_parameter_and_leave_out_what_paceline_gives(
     for name, field in form.items():
         assert field["description"] not in ("", "None"), name
         assert "$ref" in field or field["title"][0].isupper(), name
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda each: each["name"])
+def test_a_form_has_examples_of_texts_limits_of_numbers_and_no_raw_objects(
+    deployment: dict[str, Any],
+) -> None:
+    module, _, name = deployment["entrypoint"].rpartition(".")
+    schema = parameter_schema(getattr(importlib.import_module(module), name))
+    groups = [
+        schema.properties,
+        *(each.get("properties", {}) for each in schema.definitions.values()),
+    ]
+    for name, field in (item for each in groups for item in each.items()):
+        kinds = [field, *field.get("anyOf", ()), field.get("items", {})]
+        types = {each.get("type") for each in kinds if not each.keys() & {"enum", "const"}}
+        maps = [each for each in kinds if each.get("additionalProperties") is True]
+        assert not maps or name == "settings", name
+        limits = {"minimum", "exclusiveMinimum"} & {key for each in kinds for key in each}
+        assert "string" not in types or "examples" in field, name
+        # a range's ends limit each other
+        assert not types & {"integer", "number"} or limits or name in ("low", "high"), name
+
+
+def test_the_model_of_the_example_is_the_demos() -> None:
+    directory = ROOT / "profiles/models/pylm"
+    example = parameter_schema(train_model).properties["model_id"]["examples"][0]
+    assert example == f"{load_profile('embedded').model.model_id}-{weights_digest(directory)[:8]}"
 
 
 @pytest.mark.parametrize("name", OUTCOMES)

@@ -93,8 +93,8 @@ def test_a_program_trains_evaluates_and_promotes_over_the_login(
             source / f"{number}.py", f"s3://{stack.profile.storage.bucket}/texts/{number}.py"
         )
     model = lifecycle.answer["model"]["model_id"]
-    (program,) = [each for each in PROGRAMS if "GateRefused" in each]
-    program = program.replace('"acme-7b"', f'"{model}"')
+    # docs/how-to/use-from-python.md
+    program = PROGRAMS["flows"].replace('"acme-7b"', f'"{model}"')
     program = program.replace("s3://bucket/texts", f"s3://{stack.profile.storage.bucket}/texts")
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=laptop.home, env=laptop.env,
@@ -137,3 +137,6 @@ def test_a_model_is_published_and_distributed_from_there(laptop: Laptop, stack: 
         "distribute", "mine", "1", "--to", "rack=rack-1", "--json", "--state", str(stack.state_dir)
     )
     assert sorted(json.loads(rack.stdout)["targets"]) == ["node-2", "node-3"], rack.stderr
+    for there in ((), ("--state", str(stack.state_dir))):  # as a deployment, and as a flow
+        other = laptop("distribute", "mine", "1", "--digest", "0" * 64, *there)
+        assert (other.returncode, "another model" in other.stderr) == (1, True), other.stderr

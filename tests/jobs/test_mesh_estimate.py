@@ -172,7 +172,7 @@ def test_what_the_page_shows_runs_in_the_base_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def blocks(language: str) -> list[str]:
-        return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+        return re.findall(rf"^```{language} \S+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my-model").mkdir()

@@ -13,11 +13,12 @@ import pytest
 
 from paceline.config import Profile, load_profile
 from paceline.errors import Conflict, InvalidInput, NotFound, ServiceUnavailable
-from paceline.jobs import NEXT, JobScheduler, JobTable, changed, parameters_of
+from paceline.jobs import NEXT, JobScheduler, JobTable, changed, hosts_of, parameters_of
 from paceline.schemas import (
     Accelerator,
     FlowRunView,
     Inventory,
+    JobCheckpoint,
     JobReport,
     JobState,
     Labels,
@@ -95,9 +96,15 @@ class Flows:
         return {each: self.runs[each] for each in flow_run_ids if each in self.runs}
 
     def cancel(self, flow_run_id: str) -> None:
+        if self.away:
+            raise ServiceUnavailable("Prefect's server does not answer")
         if flow_run_id not in self.runs:
             raise NotFound("no such flow run")
         self.runs[flow_run_id] = "CANCELLING"
+
+    def crash(self, flow_run_id: str, message: str) -> None:
+        assert message
+        self.runs[flow_run_id] = "CRASHED"
 
 
 def worker(name: str, gpus: int = 0, kind: str = "NVIDIA A100", **labels: str) -> Worker:
@@ -288,6 +295,102 @@ def test_a_flow_that_falls_silent_is_lost_though_prefect_says_running(queue: Que
     assert queue.job(job_id).report is not None  # its checkpoints are still shown
 
 
+@pytest.mark.parametrize("wanted", ["run", "pause", "cancel"])
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING", "CANCELLING", "deleted", "SCHEDULED"])
+def test_a_flow_that_is_lost_before_its_first_report_frees_its_nodes(
+    queue: Queue, state: str, wanted: str
+) -> None:
+    job_id = queue.submit(4)
+    queue.look()
+    first = queue.flow_of(job_id)
+    queue.look(20, seconds=100)  # no Prefect worker takes it: it is not lost, however long it waits
+    assert (queue.flow_of(job_id), queue.state(job_id)) == (first, S.STARTING)
+
+    def prefect_says() -> None:  # whatever the queue asks of Prefect: no process acts on it
+        if state == "deleted":
+            queue.flows.runs.pop(first, None)
+        else:
+            queue.flows.runs[first] = state
+
+    if wanted != "run":
+        queue.ask(job_id, wanted, S.PAUSING if wanted == "pause" else S.CANCELLING)
+    for _ in range(28 if state == "deleted" else 298):
+        prefect_says()
+        queue.look()
+    assert queue.flow_of(job_id) == first, "it may begin yet"
+    for _ in range(5):
+        if queue.flow_of(job_id) == first:
+            prefect_says()
+        queue.look()
+    job = queue.job(job_id)
+    cancelled = state == "CANCELLING" and wanted == "run"  # by someone in Prefect's page
+    wanted = "cancel" if cancelled else wanted
+    if state == "SCHEDULED":
+        assert job.flow_run_id == first
+        assert "Prefect worker" in job.reason
+    elif wanted == "run":
+        assert (job.state, job.losses, job.attempt) == (S.STARTING, 1, 2), "it starts again"
+        (lost,) = (each for each in job.history if each.cause)
+        assert (lost.state, lost.cause) == (S.RECOVERING, "lost-flow")
+        assert ("does not have" if state == "deleted" else f"is {state} in Prefect") in lost.reason
+    else:
+        assert job.state is (S.PAUSED if wanted == "pause" else S.CANCELLED)
+        assert job.placement is None
+
+
+def test_while_prefect_is_away_no_flow_that_starts_is_lost(queue: Queue) -> None:
+    job_id = queue.submit(1)
+    queue.look()
+    queue.flows.runs[queue.flow_of(job_id)] = "PENDING"
+    queue.look(2)
+    queue.flows.away = True
+    queue.look(2, seconds=300)
+    queue.flows.away = False
+    queue.look(3, seconds=100)
+    assert (queue.state(job_id), queue.job(job_id).losses) == (S.STARTING, 0)
+
+
+@pytest.mark.parametrize("change_of", ["no leader", "the leader"])
+def test_prefect_does_not_show_a_dead_flow_as_cancelling_for_ever(
+    queue: Queue, change_of: str
+) -> None:
+    job_id, other = queue.submit(2), queue.submit(1)
+    queue.look()
+    dead, lives = queue.flow_of(job_id), queue.flow_of(other)
+    for each in (dead, lives):
+        queue.flows.runs[each] = "RUNNING"
+    queue.report(job_id, step=5, steps=10)
+    for _ in range(40):
+        queue.report(other, step=5, steps=10)
+        queue.look()
+    assert queue.flows.runs[dead] == "CANCELLING"
+    queue.ask(other, "cancel", S.CANCELLING)  # its ranks take long to save
+    if change_of == "the leader":
+        queue.lead()
+    for second in range(80):
+        if second == 40:
+            assert queue.flows.runs[dead] == "CANCELLING", "its runner may end it yet"
+        queue.report(other, step=5, steps=10)
+        queue.look()
+    assert queue.flows.runs[dead] == "CRASHED"
+    assert queue.flows.runs[lives] == "CANCELLING", "it is not lost"
+
+
+def test_a_flow_that_was_lost_while_prefect_was_away_is_cancelled_afterwards(queue: Queue) -> None:
+    job_id = queue.submit(2)
+    queue.look()
+    lost = queue.flow_of(job_id)
+    queue.flows.runs[lost] = "RUNNING"
+    queue.report(job_id, step=5, steps=10)
+    queue.flows.away = True
+    queue.look(40)
+    assert queue.job(job_id).losses == 1
+    queue.lead()
+    queue.flows.away = False
+    queue.look(12)
+    assert queue.flows.runs[lost] == "CANCELLING"
+
+
 def test_a_new_leader_waits_for_reports_before_it_takes_a_flow_for_lost(queue: Queue) -> None:
     job_id = queue.submit(2)
     queue.look()
@@ -363,6 +466,55 @@ def test_pause_saves_the_job_and_resume_goes_on_on_any_nodes(queue: Queue) -> No
     queue.look(2)
     assert queue.state(job_id) is S.STARTING
     assert queue.job(job_id).attempt == 2
+
+
+def test_checkpoints_of_an_earlier_flow_run_stay_until_the_next_saves_its_own(queue: Queue) -> None:
+    job_id = queue.submit(2)
+    queue.look()
+    first = JobCheckpoint(step=40, object_ref="s3://b/c/40", created_at=queue.now)
+    queue.report(job_id, step=40, steps=100, checkpoints=(first,))
+    queue.look()
+    queue.ends(job_id, "CRASHED")
+    queue.look(2)
+    queue.report(job_id)  # the next flow run has made no step yet
+    queue.lead()
+    queue.report(job_id)
+    report = queue.job(job_id).report
+    assert report is not None
+    assert (report.step, report.checkpoints) == (0, (first,))
+    queue.ask(job_id, "pause", S.PAUSING)
+    queue.report(job_id, outcome="cancelled")
+    queue.look()
+    assert "resumes at step 40" in queue.job(job_id).reason
+    queue.table.change(job_id, lambda job: changed(job, S.QUEUED, queue.now))
+    queue.look(2)
+    newer = first.model_copy(update={"step": 60})
+    queue.report(job_id, step=61, steps=100, checkpoints=(newer,))
+    report = queue.job(job_id).report
+    assert report is not None
+    assert report.checkpoints == (newer,)
+
+
+def test_a_preemption_counts_the_work_since_the_checkpoint_or_the_attempts_begin() -> None:
+    """Of two victims the one with less work to lose is taken, however long ago it began."""
+    queue = Queue(worker("node-0"), worker("node-1"))
+    old, young = queue.submit(1), queue.submit(1)
+    queue.look()
+    saved = JobCheckpoint(step=40, object_ref="s3://b/c/40", created_at=queue.now)
+    queue.report(old, step=40, steps=100, checkpoints=(saved,))
+    queue.report(young, step=1, steps=100)
+    queue.look()
+    for _ in range(100):  # for 1000 s
+        queue.report(young, step=1, steps=100, checkpoints=())
+        queue.report(old, step=40, steps=100, checkpoints=(saved,))
+        queue.look(seconds=10)
+    queue.ends(old, "CRASHED")
+    queue.look(2)
+    queue.report(old)  # it began again just now
+    queue.look()
+    queue.submit(1, priority=50)
+    queue.look()
+    assert [queue.state(each) for each in (young, old)] == [S.RUNNING, S.PAUSING]
 
 
 def test_a_job_that_finishes_while_it_is_asked_to_pause_has_succeeded(queue: Queue) -> None:
@@ -548,6 +700,20 @@ def test_accelerators_labels_and_a_part_of_a_kinds_name_choose_the_hosts() -> No
         assert (placement.hosts, placement.level) == ({host: 8}, "host")
 
 
+def test_of_a_host_with_cards_of_two_kinds_the_most_alike_are_slots() -> None:
+    mixed = worker("mixed", 2)
+    cards = [
+        Accelerator(kind=kind, count=count, memory_bytes=80 << 30)
+        for kind, count in (("NVIDIA A100", 4), ("NVIDIA H100", 5))
+    ]
+    assert mixed.inventory is not None
+    machine = mixed.inventory.model_copy(update={"accelerators": tuple(cards)})
+    (host,) = hosts_of(
+        [mixed.model_copy(update={"inventory": machine})], load_profile("ci").training
+    )
+    assert (host.kind, host.slots) == ("NVIDIA H100", 5)
+
+
 def test_a_team_over_its_quota_waits() -> None:
     profile = load_profile("ci", {"jobs.quotas.nlp.slots": "2", "jobs.quotas.nlp.borrow": "0"})
     queue = Queue(*(worker(f"node-{each}") for each in range(4)), profile=profile)
@@ -558,15 +724,19 @@ def test_a_team_over_its_quota_waits() -> None:
     assert "quota" in queue.job(second).reason
 
 
-def test_changes_that_may_not_follow_are_refused(queue: Queue) -> None:
-    job = queue.job(queue.submit(2))
-    for state in NEXT[S.QUEUED]:
-        assert changed(job, state, 1.0).state is state
-    for state in set(S) - NEXT[S.QUEUED]:
-        with pytest.raises(Conflict, match="cannot become"):
-            changed(job, state, 1.0)
-    for final in (S.SUCCEEDED, S.FAILED, S.CANCELLED):
-        assert not NEXT[final]
+@pytest.mark.parametrize("state", list(S))
+def test_changes_that_may_not_follow_are_refused(queue: Queue, state: JobState) -> None:
+    job = queue.job(queue.submit(2)).model_copy(update={"state": state})
+    for following in S:
+        if following in NEXT[state]:
+            made = changed(job, following, 1.0)
+            assert (made.state, made.history[-1].state) == (following, following)
+        else:
+            with pytest.raises(Conflict, match=f"is {state} cannot become {following}"):
+                changed(job, following, 1.0)
+    assert bool(NEXT[state]) is not state.is_final
+    if state.waits or state.holds_hosts:
+        assert NEXT[state] & {S.CANCELLED, S.CANCELLING}, "it can be cancelled"
 
 
 def test_a_key_that_belongs_to_another_submission_is_refused(queue: Queue) -> None:

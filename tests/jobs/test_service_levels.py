@@ -36,6 +36,26 @@ def queue() -> Queue:
     return Queue(*(worker(f"node-{each}") for each in range(4)))
 
 
+def test_open_jobs_that_failed_have_series_and_not_too_many(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.jobs.service_levels.MOST_JOBS", 1)
+    once, twice, bad, _fine = (queue.submit(1) for _ in range(4))
+    queue.look()
+    for each in (once, twice, twice):
+        queue.ends(each, "CRASHED")
+        queue.look(2)
+    queue.report(bad, step=9, steps=9, outcome="succeeded", review="2 shards", quarantined=2)
+    queue.look()
+    found = metrics_of(queue)
+    assert found[f"job_open_losses {twice}"] == 2
+    assert found[f"job_quarantined_shards {bad}"] == 2, "it waits for a review"
+    assert sum(each.startswith(("job_open_losses", "job_quarantined")) for each in found) == 2
+    queue.ends(twice, "COMPLETED")
+    queue.look()
+    assert metrics_of(queue)[f"job_open_losses {once}"] == 1, "of the open ones"
+
+
 def test_waits_starts_and_what_is_held(queue: Queue) -> None:
     first = queue.submit(3, team="nlp")
     queue.look()

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from tests.journeys.hosts import ROOT, Ended, Host
 
 PAGE = ROOT / "docs/how-to/bring-up-a-fleet.md"
-_FENCE = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^```sh \S+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _ROW = re.compile(r"^\| (`[A-Z0-9_`, ]+`) \|", re.MULTILINE)
 
 typed: list[tuple[str, int]] = []  # heading and number of each block that was taken
@@ -63,10 +63,22 @@ def type_on(
     return done
 
 
-def commands(page: str) -> dict[str, str]:
-    """Return the blocks of ``docs/PAGE`` that have a name (```` ```sh NAME ````)."""
+def commands(page: str, kind: str = "sh") -> dict[str, str]:
+    """Return the blocks of ``docs/PAGE`` by their names (```` ```sh NAME ````)."""
     text = (ROOT / "docs" / page).read_text()
-    return dict(re.findall(r"^```sh (\S+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    return dict(re.findall(rf"^```{kind} (\S+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+
+
+KEPT = {"snapshot": "snapshot.json", "train": "trained.json", "evaluate": "report.json"}
+
+
+def keeping(text: str) -> str:
+    """Return ``text`` whose commands print JSON into a file each, which the journey reads."""
+
+    def kept(line: re.Match[str]) -> str:
+        return f"{line[0]} --json > {KEPT[line[1]]}"
+
+    return re.sub(rf"^paceline ({'|'.join(KEPT)}) .+$", kept, text, flags=re.MULTILINE)
 
 
 def commands_under(page: str, heading: str, **values: str) -> list[str]:

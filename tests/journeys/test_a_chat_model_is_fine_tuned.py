@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.journeys.guide import commands, commands_under
+from tests.journeys.guide import commands, commands_under, keeping
 from tests.journeys.test_a_hugging_face_model_is_trained import export_of, refused, typed
 from tests.support.hugging_face import CHATML, MARKED, write_model, write_tokenizer
 
@@ -111,7 +111,7 @@ def test_what_cannot_be_done_is_one_line(places, tmp_path, change, words) -> Non
 def test_an_installation_fine_tunes_judges_promotes_and_answers(places, tmp_path) -> None:
     """What assistants say is predicted better than by the base, gzip, xz and the n-gram model."""
     blocks = {
-        name: text.replace("MODEL", places["MODEL"]).replace("CHAT", places["CHAT"])
+        name: keeping(text).replace("MODEL", places["MODEL"]).replace("CHAT", places["CHAT"])
         for name, text in commands(PAGE).items()
     }
     try:

@@ -25,8 +25,8 @@ from tests.journeys.control_plane import (
     control_plane,
     start_stores,
 )
-from tests.journeys.guide import commands
-from tests.journeys.hosts import ROOT, Ended, Host, until
+from tests.journeys.guide import commands, keeping
+from tests.journeys.hosts import Ended, Host, until
 from tests.journeys.stores import PASSWORD
 from tests.journeys.trainers import SMALL, name_of
 
@@ -207,7 +207,7 @@ def test_a_laptop_trains_judges_and_promotes_what_another_person_approves(
     fleet.on_laptop(f"{publish} && paceline distribute acme-lm 1").ok()
     assert active(fleet, "acme-lm") == ["1", "1"]
 
-    done = fleet.on_laptop(page["judge"], **words)
+    done = fleet.on_laptop(keeping(page["judge"]), **words)
     one_line(done, 5, "the promotion waits for an approval", "paceline approve")
     run = re.findall(r"paceline approve (run-[\w-]+)", done.err.splitlines()[-1])[0]
     home = {"XDG_CONFIG_HOME": "/home/user/bob"}
@@ -253,19 +253,14 @@ def test_a_researcher_of_a_team_runs_jobs_from_a_laptop(ann: Researcher) -> None
     assert any(f"resumed at step {paused}" in each for each in notes), notes
     ann.types(ann.blocks["cancel"], JOB=long).ok()
     ann.sees(long, "cancelled")
-    (program,) = re.findall(
-        r"^```python\n(.*?)^```$", (ROOT / "docs" / JOBS_PAGE).read_text(), re.MULTILINE | re.DOTALL
-    )
+    program = commands(JOBS_PAGE, "python")["program"]
     said = ann.fleet.laptop.run("python", "-c", program, env={**ann.fleet.env, **ann.words})
     assert said.ok().out.startswith("succeeded 14 "), said
 
 
 def test_a_researcher_sweeps_settings_from_a_laptop(ann: Researcher) -> None:
     """The laptop has the base alone; the installation's Prefect worker runs the sweep."""
-    page, laptop = ROOT / "docs" / SWEEPS_PAGE, ann.fleet.laptop
-    (space,) = re.findall(
-        r"^```toml\n(\[space.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
-    )
+    laptop, space = ann.fleet.laptop, commands(SWEEPS_PAGE, "toml")["space"]
     laptop.write("space.toml", space)
     blocks = commands(SWEEPS_PAGE)
     small = "--trials 3 --parallel 2 --steps 8 --ranks 1 --team nlp"

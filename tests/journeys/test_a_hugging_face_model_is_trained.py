@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.journeys.guide import commands, commands_under
+from tests.journeys.guide import commands, commands_under, keeping
 from tests.support.command import paceline
 from tests.support.hugging_face import write_model, write_tokenizer
 
@@ -145,7 +145,7 @@ print(tokenizer.decode(model.generate(**asked, max_new_tokens=12, do_sample=Fals
 def test_an_installation_trains_judges_promotes_and_rolls_it_out(places, tmp_path) -> None:
     """What is judged in its own tokens is better than the base, gzip, xz and the n-gram model."""
     blocks = {
-        name: text.replace("MODEL", places["MODEL"]).replace("TEXT", places["TEXT"])
+        name: keeping(text).replace("MODEL", places["MODEL"]).replace("TEXT", places["TEXT"])
         for name, text in commands(PAGE).items()
     }
     for number in range(12, 60):  # enough that documents are held out
@@ -179,7 +179,7 @@ def test_an_installation_trains_judges_promotes_and_rolls_it_out(places, tmp_pat
         tokenizer = Path(places["MODEL"], "tokenizer.json").read_bytes()
         assert (held / "active" / "tokenizer.json").read_bytes() == tokenizer
         typed("bash", "-ec", blocks["continue"], home=tmp_path)
-        went_on = json.loads((tmp_path / "continued.json").read_text())
+        went_on = json.loads((tmp_path / "trained.json").read_text())
         assert (went_on["resumed_from_step"], went_on["steps"]) == (300, 340)
         typed("bash", "-ec", blocks["train-lora"], home=tmp_path)
         adapted = json.loads((tmp_path / "trained.json").read_text())

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.journeys.fleet import ENVIRONMENT, Fleet, bring_up, rclone_s3
-from tests.journeys.guide import commands_under
-from tests.journeys.hosts import ROOT, Ended, Host, site, until
+from tests.journeys.guide import commands, commands_under
+from tests.journeys.hosts import Ended, Host, site, until
 
 pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(300)]
 
@@ -104,8 +104,7 @@ def test_a_person_publishes_distributes_activates_and_goes_back(person: Person) 
         assert node.run("sha256sum", copy).ok().out.split()[0] == sums["1"]
         assert active(node, "acme-7b") == "1"
 
-    page = (ROOT / "docs/how-to/use-from-python.md").read_text()
-    (program,) = re.findall(r"^```python\n([^`]*client\.workers\(\)[^`]*)^```$", page, re.MULTILINE)
+    program = commands("how-to/use-from-python.md", "python")["client"]
     said = laptop.run("python", "-c", program, env=ENVIRONMENT).ok().out
     assert "node-1 r1 True" in said
     assert "acme-7b 1 complete" in said.splitlines()[-1]

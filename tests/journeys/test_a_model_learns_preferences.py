@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.journeys.guide import commands, commands_under
+from tests.journeys.guide import commands, commands_under, keeping
 from tests.journeys.test_a_hugging_face_model_is_trained import export_of, refused, typed
 from tests.support.hugging_face import CHATML, write_model, write_tokenizer
 
@@ -114,7 +114,7 @@ def test_what_cannot_be_done_is_one_line(places, tmp_path, change, words) -> Non
 @pytest.mark.timeout(500)
 def test_an_installation_trains_it_and_judges_the_chosen_answers(places, tmp_path) -> None:
     blocks = {
-        name: text.replace("MODEL", places["MODEL"]).replace("PAIRS", places["PAIRS"])
+        name: keeping(text).replace("MODEL", places["MODEL"]).replace("PAIRS", places["PAIRS"])
         for name, text in commands(PAGE).items()
     }
     try:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.journeys.fleet import ENVIRONMENT
-from tests.journeys.guide import commands
+from tests.journeys.guide import commands, keeping
 from tests.journeys.hosts import Ended, Host, Site, until
 
-TYPED = commands("how-to/train-on-a-fleet.md")
+TYPED = {name: keeping(text) for name, text in commands("how-to/train-on-a-fleet.md").items()}
 # A model that is trained in seconds; the page does not say how large its reader's is.
 SMALL = [
     *("--set", "training.steps=60", "--set", "training.batch_sequences=16"),

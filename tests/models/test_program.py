@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from paceline.models import (
     weight_files,
     write_program,
 )
+from tests.journeys.guide import commands
 from tests.support.hugging_face import FAMILIES, write_model
 from tests.training.test_continuing import text, train
 
@@ -81,7 +83,9 @@ def no_pickles(path: Path) -> bool:
     "family",
     [pytest.param(each, marks=[] if each == "llama" else pytest.mark.nightly) for each in FAMILIES],
 )
-def test_a_program_of_each_family_has_the_models_logits(family: str, tmp_path: Path) -> None:
+def test_a_program_of_each_family_has_the_models_logits(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = write_model(family, tmp_path / "model")
     check = write_program(directory)
     assert check.max_difference < 1e-4
@@ -93,6 +97,10 @@ def test_a_program_of_each_family_has_the_models_logits(family: str, tmp_path: P
     mine = sums_of(Pretrained.open(directory).load())
     for got, wanted in zip(read_without_us(path), mine, strict=True):
         assert got == pytest.approx(wanted, rel=1e-4, abs=1e-3)
+    monkeypatch.chdir(directory)
+    made: dict[str, Any] = {}
+    exec(commands("how-to/decide-what-may-be-promoted.md", "python")["program"], made)
+    assert made["logits"].shape == (1, 8, 256)
 
 
 @pytest.mark.nightly

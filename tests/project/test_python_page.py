@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 import paceline
+from tests.journeys.guide import commands
 from tests.project.test_dials import ROOT
 
 PAGE = ROOT / "docs/how-to/use-from-python.md"
-PROGRAMS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+PROGRAMS = commands("how-to/use-from-python.md", "python")
 
 
 def ran(program: str, directory: Path) -> str:
@@ -26,13 +27,8 @@ def ran(program: str, directory: Path) -> str:
     return done.stdout
 
 
-def program_with(word: str) -> str:
-    (found,) = [each for each in PROGRAMS if word in each]
-    return found
-
-
 def test_a_program_forecasts_and_simulates(tmp_path: Path) -> None:
-    topology, bound = ran(program_with("paceline.simulate("), tmp_path).split()
+    topology, bound = ran(PROGRAMS["forecast"], tmp_path).split()
     assert topology in ("chain", "tree", "pipelined")
     assert float(bound) == pytest.approx(400, rel=0.02)  # 500 GB at 10 Gbit/s
 
@@ -40,7 +36,7 @@ def test_a_program_forecasts_and_simulates(tmp_path: Path) -> None:
 def test_a_program_brings_a_model_to_workers(tmp_path: Path) -> None:
     (tmp_path / "acme").mkdir()
     (tmp_path / "acme/w").write_bytes(os.urandom(3_000_000))
-    workers, digest, _ = ran(program_with("paceline.distribute("), tmp_path).split()
+    workers, digest, _ = ran(PROGRAMS["distribute"], tmp_path).split()
     assert (workers, len(digest)) == ("3", 64)
     copies = sorted(tmp_path.glob("fleet/*/store/models/acme-7b/active/w"))
     copies = copies or sorted(tmp_path.glob("fleet/**/active/w"))
@@ -53,19 +49,17 @@ def test_a_program_trains_and_reads_what_came_of_it(tmp_path: Path) -> None:
     for number in range(40):
         text = "".join(f"def f_{number}_{n}(x):\n    return x + {n}\n" for n in range(60))
         (tmp_path / f"texts/{number}.py").write_text(text)
-    lines = ran(program_with("paceline.train("), tmp_path).splitlines()
+    lines = ran(PROGRAMS["train"], tmp_path).splitlines()
     assert lines[0].startswith("4 file://")
     assert len("\n".join(lines[1:])) > 0
-    scores = [
-        each.split() for each in ran(program_with("paceline.evaluate("), tmp_path).splitlines()
-    ]
+    scores = [each.split() for each in ran(PROGRAMS["evaluate"], tmp_path).splitlines()]
     assert [each[0] for each in scores] == ["trained", "ngram", "gzip", "xz"]
     assert 0 < float(scores[0][1]) < 16 and 0 < float(scores[0][2]) < 1
     assert scores[1][2] == "None", "a baseline has no tokens of its own"
 
 
 def test_a_program_reads_what_is_wrong(tmp_path: Path) -> None:
-    said = ran(program_with("except InvalidInput"), tmp_path)
+    said = ran(PROGRAMS["errors"], tmp_path)
     assert said == "not a size '500' a number with its unit: 500GB, 64MiB, 512B\n"
 
 

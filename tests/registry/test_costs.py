@@ -28,7 +28,7 @@ NEW, OLD, RUNS = (f"run-20260301-000000-{each * 6}" for each in "abc")
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language} \S+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(scope="module")

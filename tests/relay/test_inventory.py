@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from paceline.relay.inventory import DISK_FILE, _disk_bytes_s, accelerators, measure_disk
+from paceline.relay.inventory import (
+    DISK_FILE,
+    _disk_bytes_s,
+    accelerators,
+    measure_disk,
+    shows_like_cards,
+)
+from paceline.schemas import Inventory
 
 # As nvidia-smi of driver 550 prints it: names and MiB; the matrix of two GPUs on NVLink.
 GPUS = "NVIDIA H100 80GB HBM3, 81559\nNVIDIA H100 80GB HBM3, 81559\n"
@@ -47,6 +54,29 @@ def test_gpus_are_counted_by_kind_with_what_connects_them(driver: Path) -> None:
     assert (found.memory_bytes, found.link) == (81559 * 2**20, "nvlink")
     write_matrix(driver, "PHB")
     assert accelerators(10.0)[0].link == "pcie"
+
+
+@pytest.mark.parametrize(
+    ("visible", "shown"), [(None, "1,3,4"), ("0,1,2,3", "0,2"), ("3,1", None), ("4,0,3", "4,3")]
+)
+def test_ranks_see_only_the_gpus_of_the_kind_that_most_are_of(
+    driver: Path, visible: str | None, shown: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = ["A100", "H100", "A100", "H100", "H100"]
+    (driver / "gpus").write_text("".join(f"NVIDIA {each}, 81559\n" for each in kinds))
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    env = shows_like_cards(10.0)
+    machine = Inventory(
+        cores=1, memory_bytes=1, shared_memory_bytes=1, accelerators=accelerators(10.0)
+    )
+    assert env == (
+        {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    )
+    if shown is not None:
+        (like,) = machine.like_cards
+        cards = [kinds[int(each)] for each in shown.split(",")]
+        assert [f"NVIDIA {each}" for each in cards] == [like.kind] * like.count
 
 
 @pytest.mark.parametrize(("visible", "count"), [("0", 1), ("", 0), ("-1", 0), ("1,0", 2), ("7", 0)])

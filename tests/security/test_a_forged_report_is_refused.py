@@ -260,7 +260,9 @@ def test_a_score_against_a_champion_of_before_is_missing_evidence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(promote.artifacts, "table", lambda *_: None)
-    champion = SimpleNamespace(evidence=None, source_url="s3://paceline/m/3", manifest_digest=BASE)
+    evidence = make_evidence("bytelm", "1").model_copy(update={"snapshot_digest": SNAPSHOT})
+    url = "s3://paceline/m/3"
+    champion = SimpleNamespace(evidence=evidence, source_url=url, manifest_digest=BASE)
     run = run_of(Bucket())
     baselines = ("ngram", "gzip", "xz")
     gate = run.runtime.profile.gate.model_copy(update={"except_baselines": baselines})

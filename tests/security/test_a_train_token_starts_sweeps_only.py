@@ -1,4 +1,4 @@
-"""A token of scope train starts and cancels sweeps, of its own team, and no other flow."""
+"""A token of scope train starts and cancels sweeps of its team and project, and no other flow."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def rest(tmp_path: Path, prefect: Prefect) -> Iterator[Rest]:
         made.close()
 
 
-def token(rest: Rest, team: str | None, *scopes: str) -> str:
-    body = {"name": "ann", "scopes": scopes or ["train"], "team": team}
+def token(rest: Rest, of: str | None, *scopes: str, bound: str = "team") -> str:
+    body = {"name": "ann", "scopes": scopes or ["train"], bound: of}
     return str(rest.call("POST", "/tokens", rest.owner, body).json()["token"])
 
 
@@ -68,14 +68,17 @@ def start(rest: Rest, token: str, flow: str = "sweep", **changes: Any) -> Any:
     )
 
 
-def test_it_starts_and_cancels_a_sweep_of_its_team(rest: Rest, prefect: Prefect) -> None:
-    ann = token(rest, "nlp")
+@pytest.mark.parametrize("bound", ["team", "project"])
+def test_it_starts_and_cancels_a_sweep_of_its_team(
+    rest: Rest, prefect: Prefect, bound: str
+) -> None:
+    ann = token(rest, "nlp", bound=bound)
     assert start(rest, ann).status_code == 201
-    assert prefect.started[0]["parameters"]["team"] == "nlp"
-    assert start(rest, ann, team="vision").status_code == 403
+    assert prefect.started[0]["parameters"][bound] == "nlp"
+    assert start(rest, ann, **{bound: "vision"}).status_code == 403
     assert len(prefect.started) == 1
     path = f"/flows/{FLOW_RUN}"
-    assert rest.call("DELETE", path, token(rest, "vision")).status_code == 403
+    assert rest.call("DELETE", path, token(rest, "vision", bound=bound)).status_code == 403
     assert rest.call("DELETE", path, ann).status_code == 200
     assert prefect.cancels == 1
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from paceline.config import DataSettings
+from paceline.config import DataSettings, Secrets
 from paceline.data import ShardCache, Snapshot, build_snapshot, load_snapshot, open_tokenizer
 from paceline.data.formats import LAYOUT, ShardSamples, read_columns, tar
 from paceline.errors import InvalidInput
@@ -206,7 +206,8 @@ def test_a_shard_with_an_odd_header_is_one_to_quarantine(entry: Any) -> None:
 
 def test_what_is_left_out_is_in_the_summary_of_the_command(source: Path) -> None:
     lines = [json.dumps({"key": f"good-{n}", "text": f"text {n}"}) for n in range(GOOD)]
-    (source / "all.jsonl").write_text("\n".join([*lines, "{odd"]))
+    again = json.dumps({"key": "again", "text": "text  1"})
+    (source / "all.jsonl").write_text("\n".join([*lines, "{odd", again]))
     notes: list[str] = []
 
     def stage(name: str, _inputs: object, work: Callable[[], Any], **_: object) -> StageResult:
@@ -214,8 +215,9 @@ def test_what_is_left_out_is_in_the_summary_of_the_command(source: Path) -> None
 
     settings = DataSettings.model_validate({"held_out_share": 0.3, "format": "jsonl"})
     runtime = SimpleNamespace(
-        profile=SimpleNamespace(data=settings), data_url=DiskStore.url_of(source.parent / "data")
-    )
+        profile=SimpleNamespace(data=settings), data_url=DiskStore.url_of(source.parent / "data"),
+        secrets=Secrets(),
+    )  # fmt: skip
     run: Any = SimpleNamespace(
         runtime=runtime, store=DiskStore(), work_dir=source.parent, stage=stage,
         warn=notes.append, report=lambda *_: None,
@@ -223,4 +225,8 @@ def test_what_is_left_out_is_in_the_summary_of_the_command(source: Path) -> None
     output = build_data_snapshot.fn(run, str(source)).output
     assert output["skipped"] == 1
     assert output["skipped_examples"] == ["all.jsonl:10: not JSON"]
-    assert notes == ["1 samples are left out of the snapshot: all.jsonl:10: not JSON"]
+    assert output["duplicates"] == 1
+    assert notes == [
+        "1 samples are left out of the snapshot: all.jsonl:10: not JSON",
+        "1 samples that say the same as another are left out of the snapshot",
+    ]

@@ -4,6 +4,8 @@ snapshot refuse, and so does evidence that does not say."""
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,15 +20,17 @@ from paceline.evaluation import (
     find_overlap,
     overlap,  # its sizes are made small
 )
-from paceline.manifest import Manifest
+from paceline.manifest import Manifest, build_manifest
 from paceline.registry import Registry
-from paceline.schemas import Overlap, TrainingData, TrainJob, TrainResult
+from paceline.schemas import Overlap, TaskOverlap, TaskScore, TrainingData, TrainJob, TrainResult
 from paceline.storage import DiskStore, ObjectStore
-from paceline.tasks import evaluate
+from paceline.tasks import evaluate, train
+from paceline.tasks._support import sealed
 from paceline.training import config_digest, training_inputs
-from tests.evaluation.reports import CLEAN, LINEAGE, TRAINING_SNAPSHOT, passing
+from tests.evaluation.reports import CLEAN, LINEAGE, TRAINING_SNAPSHOT, interval, passing
 from tests.registry.bundles import make_evidence
 from tests.security.test_a_forged_report_is_refused import Bucket, run_of, trained
+from tests.support.hugging_face import CHATML, write_tokenizer
 from tests.support.shared import Rejected
 from tests.support.stack import Ended, paceline
 
@@ -245,6 +249,66 @@ def test_tokens_are_compared_as_text(judged_on: Snapshot, tmp_path: Path) -> Non
     assert found.found > 0
 
 
+def sums(numbers: Iterable[int], instruction: str = "") -> list[tuple[str, str]]:
+    """Return rows of a task: prompt, and answer as it follows."""
+    return [(f"{instruction}What is {n} and {n * 37}?", f" It is {n * 38}.") for n in numbers]
+
+
+LONG = "Answer the following question about two numbers in one short sentence of your own. " * 2
+
+
+@pytest.mark.parametrize("instruction", ["", LONG], ids=["short", "with an instruction"])
+@pytest.mark.parametrize(
+    "train_on",
+    [
+        lambda rows: {f"row-{n}.txt": prompt + said for n, (prompt, said) in enumerate(rows)},
+        lambda rows: {f"{n}.txt": (p + said).upper() + "!" for n, (p, said) in enumerate(rows)},
+        lambda rows: {"notes.txt": "\n".join(f"* {prompt}{said}" for prompt, said in rows)},
+    ],
+    ids=["each", "other case", "one file"],
+)
+def test_rows_of_tasks_in_the_training_data_are_found(
+    tmp_path: Path, instruction: str, train_on: Any
+) -> None:
+    """What all rows share, an instruction, says nothing: rows of a training split have it too."""
+    tasks = {"seen": sums(range(100, 140), instruction), "unseen": sums(range(9), instruction)}
+    texts = train_on(tasks["seen"]) | {
+        f"other-{n}.txt": prompt + said
+        for n, (prompt, said) in enumerate(sums(range(200, 260), instruction))
+    }
+    files = {name: text.encode() for name, text in texts.items()}
+    training = snapshot_of(files, tmp_path, SETTINGS.model_copy(update={"held_out_share": 0.01}))
+    kept = {key for key, _ in held_out_of(training, tmp_path)}
+    found = find_overlap([], training, store(), tmp_path / "cache", tasks=tasks)
+    seen, unseen = found.tasks
+    missing = sum(not name.startswith("other") for name in kept)
+    assert (seen.task, seen.rows, seen.found) == ("seen", 40, 40 - missing)
+    assert "notes.txt" not in kept
+    assert seen.examples[0].startswith("row ")
+    assert (unseen.task, unseen.rows, unseen.found) == ("unseen", 9, 0)
+
+
+def test_rows_of_tasks_are_found_in_conversations(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    rows = sums(range(100, 140))
+    write_tokenizer(tmp_path, [prompt + said for prompt, said in rows], template=CHATML)
+    source = tmp_path / "chat.jsonl"
+    asked = {"role": "system", "content": "Be brief."}
+    with source.open("w") as file:
+        for number, (prompt, said) in enumerate(rows):
+            user = {"role": "user", "content": prompt}
+            answer = {"role": "assistant", "content": said.strip()}
+            file.write(json.dumps({"key": f"{number}", "messages": [asked, user, answer]}) + "\n")
+    settings = DataSettings(
+        format="jsonl", tokenizer=str(tmp_path / "tokenizer.json"), held_out_share=0.1
+    )
+    training = build_snapshot(str(source), (tmp_path / "data").as_uri(), settings, store())
+    tasks = {"seen": rows, "unseen": sums(range(9))}
+    seen, unseen = find_overlap([], training, store(), tmp_path / "cache", tasks=tasks).tasks
+    held_out = sum(each.documents for each in training.of_split("held-out"))
+    assert (seen.found, unseen.found) == (40 - held_out, 0)
+
+
 def test_a_shard_that_cannot_be_read_is_no_clean_shard(judged_on: Snapshot, tmp_path: Path) -> None:
     held_out = held_out_of(judged_on, tmp_path)
     bad = judged_on.of_split("train")[1]
@@ -276,6 +340,22 @@ def test_copies_refuse_with_how_many_and_a_few_of_them() -> None:
     assert list(got) == ["held-out documents in the training data"]
     assert "9 of 40" in got["held-out documents in the training data"]
     assert "a0.py = copy-0.py" in got["held-out documents in the training data"]
+
+
+def test_rows_of_a_task_in_the_training_data_refuse() -> None:
+    task = TaskScore(
+        task="t",
+        metric="acc",
+        documents=40,
+        scores={"candidate": interval(0.9)},
+        difference_to={"champion": interval(0.3)},
+    )
+    name = f"rows of task t in snapshot {TRAINING_SNAPSHOT[:12]}"
+    for found, got in ((2, {}), (3, {name: "3 of 40, 7.5% (row 1 = my.txt, …)"})):
+        rows = TaskOverlap(task="t", rows=40, found=found, examples=("row 1 = my.txt",))
+        near = CLEAN.model_copy(update={"tasks": (rows,)})
+        assert refusals(tasks=(task,), overlaps=(near,)) == got
+    assert refusals(tasks=(task,)) == {name: "missing"}, "an older report does not say"
 
 
 def test_a_report_that_does_not_say_is_refused() -> None:
@@ -343,13 +423,66 @@ def test_every_snapshot_back_to_the_first_version_is_compared() -> None:
         by_manifest=lambda _, digest: versions.get(digest),
         evidence=lambda _, version: evidence[version],
     )
-    base = cast(Manifest, SimpleNamespace(model_id="bytelm", version="3", digest="b" * 64))
+    base = cast(
+        Manifest, SimpleNamespace(model_id="bytelm", version="3", digest="b" * 64, files=())
+    )
     found = evaluate.trained_on(run, base, trained())
     assert [each.snapshot_digest for each in found] == [TRAINING_SNAPSHOT, "8" * 64]
     assert found[1] == TrainingData(snapshot_url="s3://b/8", snapshot_digest="8" * 64)
     other = trained().model_copy(update={"base_manifest_digest": "1" * 64})
     with pytest.raises(InvalidInput, match="was not trained from this version"):
         evaluate.trained_on(run, base, other)
+
+
+def published(
+    model_id: str, content: bytes, root: Path, name: str = "model.safetensors"
+) -> Manifest:
+    directory = root / model_id
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    (directory / name).write_bytes(content)
+    return build_manifest(directory, model_id=model_id, version="1", link_mbit=80)
+
+
+def test_a_base_that_was_published_by_hand_keeps_what_it_was_trained_on(tmp_path: Path) -> None:
+    """Its training is found by the weights, whatever the model's name, and so is what that one
+    began with: an export that was trained on held-out files, published as a base of its own."""
+    run = run_of(Bucket())
+    run.__dict__["registry"] = SimpleNamespace(by_manifest=lambda *_: None)
+    first, clean = published("first", b"0", tmp_path), published("clean", b"1", tmp_path)
+    exported = published("export", b"2", tmp_path)
+
+    def training(digit: str, base: Manifest, weights: str) -> TrainResult:
+        inputs = {"snapshot_url": f"s3://b/{digit}", "snapshot_digest": digit * 64}
+        more = {"base_manifest_digest": base.digest, "weights_digest": weights}
+        return trained().model_copy(update=inputs | more)
+
+    weights = [sealed.weights_of(each) for each in (first, clean, exported)]
+    train._keep_descent(run, first, training("8", first, weights[1]))  # on held-out files
+    train._keep_descent(run, clean, training("9", clean, weights[2]))
+    by_hand = published("acme", b"2", tmp_path)
+    last = training("7", by_hand, "c" * 64)
+    found = evaluate.trained_on(run, by_hand, last)
+    assert [each.snapshot_digest[0] for each in found] == ["7", "9", "8"]
+    # the same weights from a training of no steps: what was recorded first stays
+    train._keep_descent(run, by_hand, training("6", by_hand, weights[2]))
+    assert evaluate.trained_on(run, by_hand, last) == found
+    train._keep_descent(run, by_hand, training("6", by_hand, "d" * 64))
+    other = published("other", b"3", tmp_path)
+    alone = evaluate.trained_on(run, other, training("7", other, "c" * 64))
+    assert [each.snapshot_digest[0] for each in alone] == ["7"]
+
+
+def test_weights_of_no_steps_do_not_end_the_search(tmp_path: Path) -> None:
+    run = run_of(Bucket())
+    run.__dict__["registry"] = SimpleNamespace(by_manifest=lambda *_: None)
+    base = published("base", b"0", tmp_path)
+    same = trained().model_copy(
+        update={"base_manifest_digest": base.digest, "weights_digest": sealed.weights_of(base)}
+    )
+    train._keep_descent(run, base, same)
+    (found,) = evaluate.trained_on(run, base, same)
+    assert found.snapshot_digest == TRAINING_SNAPSHOT
 
 
 # ── through the command line ─────────────────────────────────────────────────────────────────────
@@ -365,7 +498,7 @@ def test_the_command_line_promotes_nothing_that_saw_the_held_out_files(
     registry, model = Registry.from_runtime(stack), rejected.model
     before = registry.champion(model)
     assert rejected.job["snapshot_digest"] == rejected.snapshot["digest"]
-    (compared,) = rejected.report["overlaps"]
+    compared = rejected.report["overlaps"][0]  # then what its base was trained on
     assert compared["snapshot_digest"] == rejected.snapshot["digest"]
     assert compared["held_out_documents"] == len(rejected.held_out)
     # some copies are held out there, too

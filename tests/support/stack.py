@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -43,7 +44,9 @@ class Ended:
 def environment() -> dict[str, str]:
     """Return this environment without what a test runner or an outer installation put there."""
     left_out = ("PREFECT_", "MLFLOW_", "PACELINE_STATE", "PYTEST_", "PYTHONWARNINGS")
-    return {key: value for key, value in os.environ.items() if not key.startswith(left_out)}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(left_out)}
+    # what commands keep for their user is not for whoever runs the tests
+    return {"XDG_CONFIG_HOME": str(Path(tempfile.gettempdir(), "paceline-tests"))} | kept
 
 
 def start(*words: str, state: Path, **popen: Any) -> subprocess.Popen[str]:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from paceline.cluster import Machine, Node
-from paceline.config import EvaluationSettings, MeshSettings
+from paceline.config import EvaluationSettings, MeshSettings, MetricSettings
 from paceline.errors import InvalidInput
 from paceline.manifest import Manifest
 from paceline.schemas import Accelerator, JobPlacement, Labels
 from paceline.tasks._support.run import Run
-from paceline.tasks._support.scores import Gang
-from paceline.tasks.evaluate import judging_gang
+from paceline.tasks._support.scores import Gang, judging_gang, require_one_process
 from tests.security.test_a_forged_report_is_refused import Bucket, run_of
 
 GIB = 2**30
@@ -109,6 +109,36 @@ def test_what_is_asked_for_and_cannot_be_is_refused() -> None:
         gang_of(run_with(), ranks=3)
     with pytest.raises(InvalidInput, match=r"does not divide.*3 ranks, tp 2.*evaluation\.tp"):
         gang_of(run_with(tp=2), ranks=3)
+
+
+def test_tasks_of_a_model_that_fits_no_process_are_refused_with_the_figures() -> None:
+    metric = MetricSettings(code_ref="m:f", higher_is_better=True)
+    for asked in ({"tasks": "./tasks"}, {"metrics": {"tone": metric}}):
+        run = run_with(**asked)
+        for way in ({"ranks": 2}, {}):
+            with pytest.raises(InvalidInput, match=r"does not fit one process.*30\.1 GB.*34\.4 GB"):
+                gang_of(run, weights_bytes=14 * GIB, tasks=True, **way)
+        larger = [node("node-0"), node("node-1", memory_bytes=64 * GIB)]
+        assert gang_of(run, nodes=larger, weights_bytes=14 * GIB, tasks=True) is None
+        host = [node("node-0", gpus=1, memory_bytes=512 * GIB)]
+        assert gang_of(run, nodes=host, weights_bytes=100 * GIB, tasks=True) is None, "on the CPU"
+    assert gang_of(run_with(), weights_bytes=14 * GIB) is not None, "scores alone are shared"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_they_are_refused_before_a_node_is_busy(
+    monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    run = run_with(tasks="./tasks")
+    fleet = SimpleNamespace(nodes=lambda: NODES if known else [])
+    monkeypatch.setattr(run, "fleet", lambda: nullcontext(fleet))
+    endpoints = run.runtime.endpoints.model_copy(update={"scheduler_address": "tls://host:1"})
+    run.runtime = run.runtime.model_copy(update={"endpoints": endpoints})
+    files = [SimpleNamespace(path="model.safetensors", size=14 * GIB)]
+    base = cast("Manifest", SimpleNamespace(model_id="acme/7b", version="1", files=files))
+    refused = pytest.raises(InvalidInput, match=r"acme/7b 1.*evaluation\.tasks")
+    with refused if known else nullcontext():
+        require_one_process(run, base)
 
 
 def test_a_note_says_what_stays_with_one_process() -> None:

@@ -25,7 +25,7 @@ from paceline.config import (
 )
 from paceline.data import build_snapshot, documents
 from paceline.errors import WorkerLost
-from paceline.evaluation import choose_prefixes, score_models
+from paceline.evaluation import choose_prefixes, score_models, text_model
 from paceline.models import ModelConfig, config_for, local_model_digest, new_model, save_model
 from paceline.schemas import EvaluationReport, EvaluationSpec, RecordedScore
 from paceline.storage import DiskStore
@@ -63,7 +63,10 @@ class Watched:
         return found
 
 
-main = judging_rank.main
+def main() -> int:
+    """Score as a rank, in pieces: some rows have one more piece than others."""
+    text_model.PIECE = 20
+    return judging_rank.main()
 
 
 def preload() -> None:

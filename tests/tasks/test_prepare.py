@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +12,9 @@ from typing import Any
 import pytest
 
 from paceline.config import DataSettings, Profile
+from paceline.data import ValidationReport
 from paceline.errors import DataRejected, InvalidInput
-from paceline.schemas import StageRecord
+from paceline.schemas import StageRecord, digest_of
 from paceline.storage import DiskStore
 from paceline.tasks import prepare
 from paceline.tasks.prepare import data_settings, fingerprint
@@ -87,6 +90,55 @@ def test_drift_is_noted_or_refused_and_the_last_good_snapshot_is_the_measure() -
         with pytest.raises(DataRejected, match=r"tokens by 60%.*at most 20%.*after cccc"):
             compare("d", 22)
     assert compare("e", 80) == {"tokens": 0.02}
+
+
+class Mlflow:
+    """Keeps the artifacts of runs."""
+
+    def __init__(self) -> None:
+        self.artifacts: dict[str, str] = {}
+
+    def log_artifact_text(self, _mlflow_run: str, text: str, path: str) -> None:
+        self.artifacts[path] = text
+
+    def run_url(self, mlflow_run: str, artifact: str = "") -> str:
+        return f"http://mlflow/#/runs/{mlflow_run}/artifacts/{artifact}"
+
+
+@pytest.mark.parametrize("passes", [True, False], ids=["valid", "refused"])
+def test_the_page_of_a_validation_is_stored_and_linked_with_run_and_job(
+    passes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = SimpleNamespace(source="s3://b/x", project="p", purpose="t", format="text", skipped=0)
+    snapshot = SimpleNamespace(
+        url="s3://b/data/snapshots/a", digest="a" * 64, record=record, purpose="t", project="p"
+    )
+    check = {"name": "no sample is empty", "passed": passes, "got": "3 rows", "examples": []}
+    report = ValidationReport("a" * 64, passes, False, 40, 9000, [check])
+    validated = []
+    monkeypatch.setattr(prepare, "load_snapshot", lambda *_: snapshot)
+    monkeypatch.setattr(
+        prepare, "validate_snapshot", lambda *_, **__: (validated.append(1), report)[1]
+    )
+    bucket, ledger = Bucket(), Ledger()
+    url = f"s3://paceline/records/validation/{digest_of({'snapshot': 'a' * 64})}"
+    for times in (1, 2):  # the second run finds the first one's in the ledger
+        run, pages = run_of(bucket), dict[str, str]()
+        mlflow = Mlflow()
+        run.__dict__ |= {
+            "coordinator": ledger, "registry": mlflow, "mlflow_run": "7", "work_dir": tmp_path,
+        }  # fmt: skip
+        run.retry = lambda call, *_: call()  # type: ignore[method-assign,assignment]
+        run.job = SimpleNamespace(shown=pages.__setitem__)  # type: ignore[assignment]
+        refused = contextlib.nullcontext() if passes else pytest.raises(DataRejected)
+        with refused:
+            prepare.validate_data.fn(run, {"url": snapshot.url, "digest": snapshot.digest})
+        page = bucket.objects[f"{url}.html"].decode()
+        assert mlflow.artifacts == {"data-validation.html": page}
+        assert ("valid<" if passes else "failed its validation") in page
+        assert pages == {"data": "http://mlflow/#/runs/7/artifacts/data-validation.html"}
+        assert len(validated) == (1 if passes else times)
+    assert json.loads(bucket.objects[f"{url}.json"])["checks"] == [check]
 
 
 def test_expectations_are_a_file_or_the_yaml_itself(tmp_path: Path) -> None:

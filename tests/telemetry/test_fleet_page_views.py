@@ -49,7 +49,7 @@ DIGEST = "5f" * 32
 
 
 class Services:
-    """Prefect and MLflow: one flow run with a log, one run."""
+    """Prefect and MLflow: flow runs with one log, one run."""
 
     def __init__(self) -> None:
         self.lines = [f"step {n}: loss {4 - n / 160:.3f}" for n in range(300)]
@@ -69,7 +69,11 @@ class Services:
             after, most = asked["offset"], asked["limit"]
             answer = [{"message": each} for each in self.lines[after : after + most]]
         elif call.path.endswith("/flow_runs/filter"):
-            answer = [run] if "id" in asked["flow_runs"] else []
+            answer = [
+                run | {"id": each} for each in asked["flow_runs"].get("id", {"any_": ()})["any_"]
+            ]
+        elif call.path.endswith("/create_flow_run"):
+            answer = run | {"id": FLOW[:-1] + "2"}
         elif call.path.endswith("/set_state"):
             self.state, answer = "CANCELLING", {}
         else:
@@ -142,9 +146,9 @@ def fits(browser: Any, name: str) -> None:
         assert wide <= width, name
 
 
-def token_of(served: Served, *scopes: Any, team: str | None = None) -> str:
+def token_of(served: Served, *scopes: Any, **bound: str) -> str:
     access = AccessClient(served.url, served.runtime.secrets.coordinator_token)
-    return access.create_token(CreateToken(name="ann", scopes=scopes, team=team)).token
+    return access.create_token(CreateToken(name="ann", scopes=scopes, **bound)).token
 
 
 def fleet_of(served: Served, count: int) -> list[FakeAgent]:
@@ -238,12 +242,15 @@ def test_a_deployment_is_cancelled_and_the_version_before_comes_back(platform: S
             assert active == {"v1"}
 
 
-def test_a_change_is_refused_without_its_scope_by_page_and_rest(platform: Served) -> None:
+@pytest.mark.parametrize("bound", ["team", "project"])
+def test_a_change_is_refused_without_its_scope_by_page_and_rest(
+    platform: Served, bound: str
+) -> None:
     url, manifest = make_model(platform.runtime.state_dir)
     agents, client = fleet_of(platform, 1), platform.client()
     made = client.create(creation(url, ["node-0"]), "key-1").deployment_id
-    job = adopt(client, name="chat-sft", team="vision", resources={"ranks": 1})
-    token = token_of(platform, Scope.TRAIN, team="nlp")
+    job = adopt(client, name="chat-sft", resources={"ranks": 1}, **{bound: "vision"})
+    token = token_of(platform, Scope.TRAIN, **{bound: "nlp"})
     theirs = CoordinatorClient(platform.url, token)
     with beating(agents, manifest):
         wait_until(lambda: client.deployment(made).status == "complete", 30, "it arrives")
@@ -392,10 +399,13 @@ def test_a_job_is_followed_and_paused_in_its_page(platform: Served, services: Se
     _, manifest = make_model(platform.runtime.state_dir)
     agents, client = fleet_of(platform, 2), platform.client()
     with beating(agents, manifest):
-        job = adopt(client, FLOW, name="chat-sft", team="nlp", resources={"ranks": 2})
+        job = adopt(client, FLOW, name="chat-sft", team="nlp", resources={"ranks": 2}, budget=500)
         services.run_id = job.run_id
         run(client, job, 142)
-        big = adopt(client, name="big", team="vision", resources={"ranks": 2}, seed=1)
+        big, twin = (
+            adopt(client, name="big", team="vision", resources={"ranks": 2}, seed=1)
+            for _ in range(2)
+        )
         token = token_of(platform, Scope.TRAIN, team="nlp")
         both = reporting(client, job.job_id, big.job_id)
         with both, opened(platform, "view=jobs", token) as browser:
@@ -413,13 +423,22 @@ def test_a_job_is_followed_and_paused_in_its_page(platform: Served, services: Se
             browser.get(f"{platform.url}/fleet#job={big.job_id}")
             see(browser, "//*[@id='job-head' and contains(., 'team') or contains(., 'vision')]")
             assert not browser.find_elements("css selector", "#job-head button"), "another team's"
+            see(browser, f"//*[@id='job-head']//dd[contains(., '{twin.job_id}')]")
             browser.get(f"{platform.url}/fleet#job={job.job_id}")
             see(browser, "//*[@id='job-log'][contains(., 'step 299')]")
             page = f"/runs/flow-run/{FLOW}"
             see(browser, f"//a[contains(@href, '{page}') and text()='Flow run in Prefect']")
             see(browser, "//a[contains(@href, '/#/experiments/7/runs/abc')]")
             shown = text(browser, "section[data-view=job]")
-            for each in ("12,346", "2.35", "running", "5f5f5f5f…", "History"):
+            for each in (
+                "score 1.00",
+                "not known of 500.00",
+                "12,346",
+                "2.35",
+                "running",
+                "5f5f5f5f…",
+                "History",
+            ):
                 assert each in shown, shown
             assert DIGEST not in shown
             assert "2.123456789" not in shown
@@ -433,10 +452,24 @@ def test_a_job_is_followed_and_paused_in_its_page(platform: Served, services: Se
             assert client.job(job.job_id).job.wanted == "pause"
             assert "ann" in client.job(job.job_id).job.history[-1].by
             end(client, job, JobState.PAUSED, outcome="cancelled")
+            see(browser, "//*[@id='job-head']//*[text()='paused']")
+            see(browser, "//*[@id='job-log'][contains(., '<img')]")
+            services.state = "RUNNING"
+            for other in client.jobs(team="vision").jobs:  # they would get the nodes first
+                client.change_job(other.job_id, "cancel")
+                client.report_job(other.job_id, JobReport(at=0, outcome="cancelled"))
             confirm(browser, "Resume")
-            see(browser, "//*[@id='job-head']//*[text()='queued' or text()='admitted']")
-            assert client.job(job.job_id).job.history[-1].by == "ann"
+            see(browser, "//*[@id='job-head']//*[text()='starting']")
+            (resumed,) = (e for e in client.job(job.job_id).job.history if e.reason == "resumed")
+            assert resumed.by == "ann"
+            choice = "//select[@id='job-attempt'][not(@hidden)]/option"
+            services.lines = ["only of attempt 1"]
+            see(browser, f"{choice}[1][text()='attempt 2']")
+            see(browser, f"{choice}[2][text()='attempt 1']").click()
+            see(browser, "//*[@id='job-log'][text()='only of attempt 1']")
             confirm(browser, "Cancel")
+            see(browser, "//*[@id='job-head']//*[text()='cancelling']")
+            end(client, job, JobState.CANCELLED, flow_run_id=FLOW[:-1] + "2", outcome="cancelled")
             see(browser, "//*[@id='job-head']//*[text()='cancelled']")
             assert client.job(job.job_id).job.state is JobState.CANCELLED
 

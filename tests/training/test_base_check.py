@@ -163,8 +163,9 @@ def test_a_base_is_checked_before_nodes_are_busy(
     link = SimpleNamespace(user=("default", ""), sweep=None, hosts=["a"])
     profile = SimpleNamespace(cluster=SimpleNamespace(per_job=False))
     run = SimpleNamespace(
-        state_dir="", run_id="run-20261120-153600-9f3a1c", runtime=SimpleNamespace(profile=profile)
-    )
+        state_dir="", run_id="run-20261120-153600-9f3a1c",
+        runtime=SimpleNamespace(profile=profile), manifest=lambda _: None,
+    )  # fmt: skip
 
     def refused(*_: object) -> None:
         raise InvalidInput("it does not fit")
@@ -183,7 +184,7 @@ def test_a_base_is_checked_before_nodes_are_busy(
     }
     ignored = (
         "permitted_snapshot", "require_own_expectations", "published_tasks", "profile_of",
-        "require_judgeable", "published_url",
+        "require_judgeable", "require_one_process", "published_url",
     )  # fmt: skip
     for name in (*passed, *ignored):
         if hasattr(flow, name):

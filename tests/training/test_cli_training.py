@@ -101,7 +101,7 @@ def refused(output: Path, *arguments: str) -> PacelineError:
         (["--text", "{root}/empty"], "", 2),
         (["--text", "{root}/hollow"], "", 2),
         (["--output", "{root}/file/out"], "cannot write into the output directory", 77),
-        (["--state", "{root}/state"], "--state is an installation's directory", 2),
+        (["--state", "{root}/state"], '--state belongs to "On an installation"', 2),
         (["--model", "{root}/hollow"], "no model of ours in the model directory: got 0.txt", 2),
     ],
 )
@@ -272,7 +272,7 @@ def test_numbers_beside_the_text_need_a_batching_that_keeps_samples_apart(tmp_pa
 
 def test_options_of_the_other_way_to_train_are_refused(tmp_path: Path) -> None:
     for option in (["--profile", "ci"], ["--set", "training.steps=3"], []):
-        with pytest.raises(InvalidInput, match="training on this machine alone"):
+        with pytest.raises(InvalidInput, match="On this machine"):
             ask("bytelm", "v1", "--snapshot", "s3://x", "--output", str(tmp_path / "out"), *option)
 
 

@@ -3,8 +3,11 @@ review that the coordinator has recorded."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +15,17 @@ import pytest
 from paceline.client import AccessClient
 from paceline.config import DataSettings
 from paceline.data import build_snapshot
-from paceline.errors import AccessDenied, GateRefused
-from paceline.schemas import CreateToken, JobState, ReviewJob, Scope, SubmitJob, Trained
+from paceline.errors import AccessDenied, GateRefused, PacelineError
+from paceline.flows import train as train_flow
+from paceline.schemas import (
+    AllowPurpose,
+    CreateToken,
+    JobState,
+    ReviewJob,
+    Scope,
+    SubmitJob,
+    Trained,
+)
 from paceline.tasks._support import approval, cancelling, job, sealed
 from paceline.tasks._support.run import Run
 from tests.api.conftest import FakeAgent, Served, make_runtime
@@ -85,3 +97,63 @@ def test_a_damaged_shard_stops_the_promotion_until_a_reviewer_accepts_it(
     eve.review_job(job_id, ReviewJob(accepted=True, reason="one shard is fine"))
     (accepted,) = approval.require_reviewed(run, digest, result)
     assert accepted == f"{job_id}: 1 shards or samples, accepted by eve: one shard is fine"
+
+
+@pytest.mark.parametrize("evaluated", [False, True], ids=["trained on", "judged on"])
+def test_a_purpose_revoked_while_a_flow_waits_refuses_it_before_a_node_is_busy(
+    camp: Camp, served: Served, evaluated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job.flow_run, "get_id", lambda: "flow-1")
+    monkeypatch.setattr(cancelling, "_ids", list)  # there is no Prefect
+    monkeypatch.setattr(job.flow_run, "get_flow_name", lambda: "train-model")
+    monkeypatch.setattr(job, "WAIT_S", 0.1)
+    owner = AccessClient(served.url, served.runtime.secrets.coordinator_token)
+    other = f"s3://{BUCKET}/elsewhere/snapshots/{camp.snapshot.digest}"
+    for each in camp.store.list(camp.snapshot.url):
+        camp.store.put_bytes(
+            each.url.replace(camp.snapshot.url, other), camp.store.get_bytes(each.url)
+        )
+    rules = {
+        url: owner.allow_purpose(AllowPurpose(purpose="speech", data=(url,), teams=("nlp",)))
+        for url in (camp.snapshot.url, other)
+    }
+    run = Run(served.runtime, RUN)
+    run.__dict__ |= {"coordinator": owner, "store": camp.store}
+    busy = []
+    started = SimpleNamespace(submit=lambda *_: SimpleNamespace(result=lambda: ["node-0"]))
+    distribute = SimpleNamespace(fetch_model_manifest=lambda *_: None, start_agents=started)
+    passed = {
+        "Run": SimpleNamespace(open=lambda *_: run),
+        "recorded": lambda *_: contextlib.nullcontext(),
+        "distribute": distribute,
+        "train": lambda run, *_, **__: busy.append(run.job.admitted()),
+    }
+    for name in ("require_own_expectations", "profile_of", "require_judgeable", "require_base",
+                 "nest", "validate_data", "published_url"):  # fmt: skip
+        passed[name] = lambda *_: None
+    for name, given in passed.items():
+        monkeypatch.setattr(train_flow, name, given)
+    refused: list[PacelineError] = []
+
+    def flow() -> None:
+        try:
+            train_flow.train_model.fn(
+                "tiny", "v1", camp.snapshot.url, settings={"training.ranks": 1},
+                purpose="speech", team="nlp", evaluate_on=other if evaluated else "",
+            )  # fmt: skip
+        except PacelineError as error:
+            refused.append(error)
+
+    thread = threading.Thread(target=flow)
+    thread.start()
+    assert eventually(lambda: refused or [e.state for e in owner.jobs().jobs] == [JobState.QUEUED])
+    assert not refused, refused
+    owner.revoke_purpose(rules[other if evaluated else camp.snapshot.url].rule_id)
+    FakeAgent(owner, "node-0").register()
+    thread.join(30)
+    (error,) = refused
+    assert isinstance(error, AccessDenied), error
+    assert not busy and f"speech --data {other if evaluated else camp.snapshot.url}" in error.do
+    (shown,) = owner.jobs().jobs
+    assert eventually(lambda: owner.job(shown.job_id).job.state is JobState.FAILED)
+    assert "the table of purposes does not allow" in owner.job(shown.job_id).job.reason

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import torch
 from paceline.data import Batch
 from paceline.training.loop import CPU
 from paceline.training.user_code import Task, load, tree_digest
+from tests.journeys.guide import commands
 
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / "examples" / "own_model"
@@ -45,10 +45,15 @@ def test_the_example_of_a_model_of_ones_own_is_one(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(320)
-def test_the_page_trains_with_an_optimiser_of_ones_own(tmp_path: Path) -> None:
-    page = (ROOT / "docs/how-to/train-your-own-model.md").read_text()
-    (train,) = re.findall(r"^```sh optimizer\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    shutil.copytree(ROOT / "examples/own_optimizer", tmp_path / "examples/own_optimizer")
+@pytest.mark.parametrize(
+    ("name", "example", "output"),
+    [("optimizer", "own_optimizer", "lion"), ("carried", "carried_state", "carried")],
+)
+def test_the_page_trains_with_code_of_ones_own(
+    name: str, example: str, output: str, tmp_path: Path
+) -> None:
+    train = commands("how-to/train-your-own-model.md")[name]
+    shutil.copytree(ROOT / "examples" / example, tmp_path / "examples" / example)
     shutil.copytree(ROOT / "docs/decisions", tmp_path / "docs")
     assert "training.steps=200" in train
     bin_first = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -58,7 +63,7 @@ def test_the_page_trains_with_an_optimiser_of_ones_own(tmp_path: Path) -> None:
         timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (metrics,) = (tmp_path / "lion").glob("checkpoints/*/metrics.jsonl")
+    (metrics,) = (tmp_path / output).glob("checkpoints/*/metrics.jsonl")
     losses = [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
     assert len(losses) == 12 and losses[-1] < losses[0]
 
@@ -66,9 +71,8 @@ def test_the_page_trains_with_an_optimiser_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_the_page_trains_and_judges_it(tmp_path: Path) -> None:
     """docs/how-to/train-your-own-model.md: its first block and its program, as they are there."""
-    page = (ROOT / "docs/how-to/train-your-own-model.md").read_text()
-    train = re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]
-    (judge,) = re.findall(r"^```python\n(import .*?)^```$", page, re.MULTILINE | re.DOTALL)
+    page = "how-to/train-your-own-model.md"
+    train, judge = commands(page)["train"], commands(page, "python")["judge"]
     shutil.copytree(OWN, tmp_path / "examples/own_model")
     shutil.copytree(ROOT / "docs/decisions", tmp_path / "docs")
     assert "training.steps=200" in train

@@ -38,6 +38,7 @@ from paceline.coordinator.stores import (
 )
 from paceline.jobs import JobScheduler, JobTable, engine_of
 from paceline.registry import resolve_source
+from paceline.telemetry import JobEvents
 
 REPLICA_ID = "coordinator"  # id of the only (or first) replica, and name of its log file
 
@@ -66,8 +67,9 @@ def create_app(
         resolve_source=lambda url: resolve_source(url, runtime),
         settings=settings,
     )
-    jobs = JobTable(coordinator)
     flows = PrefectStarter.of(runtime) if runtime.endpoints.prefect_api_url else None
+    events = JobEvents(flows.emit) if flows is not None else None
+    jobs = JobTable(coordinator, on_change=events.take) if events else JobTable(coordinator)
     replica = Replica(
         coordinator,
         coordination,
@@ -89,11 +91,15 @@ def create_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await run_in_threadpool(replica.start)
         writer.start()
+        if events is not None:
+            events.start()
         try:
             yield
         finally:
             await run_in_threadpool(writer.stop)
             await run_in_threadpool(replica.stop)
+            if events is not None:
+                await run_in_threadpool(events.stop)
             for store in (audit, progress, coordination):
                 store.close()
 

@@ -17,7 +17,7 @@ from fastapi import APIRouter, Path as PathParameter, Query
 
 from paceline import __version__
 from paceline.api.flow_starter import PrefectStarter
-from paceline.api.jobs import require_team, team_of
+from paceline.api.jobs import owner_of, require_owner
 from paceline.config import (
     DEFAULT_S3,
     HubSettings,
@@ -118,6 +118,7 @@ def make_flow_router(
             token_name=caller.name,
             token_scopes=tuple(sorted(caller.scopes)),
             token_team=caller.team,
+            token_project=caller.project,
             token_expires_at=None if record is None else record.expires_at,
         )
 
@@ -147,7 +148,7 @@ def make_flow_router(
         found = prefect().view(flow_run_id)  # raises NotFound for one that is not Paceline's
         _require_scope(found.flow)
         if found.flow == "sweep":
-            require_team(found.team)
+            require_owner(found.team, found.project)
         prefect().cancel(flow_run_id)
         return Success()
 
@@ -384,12 +385,15 @@ def _require_allowed(call: StartFlow, profile: Profile, allow: Callable[[str], o
 
 
 def _of_caller(call: StartFlow) -> StartFlow:
-    """Return ``call`` with the team of its jobs; raises AccessDenied for what the token may not."""
+    """Return ``call`` with the team and project of its jobs; raises AccessDenied for what the token
+    may not."""
     _require_scope(call.flow)
     if "team" not in FLOW_PARAMETERS[call.flow]:
         return call
-    team = team_of(str(call.parameters.get("team") or ""))
-    return call.model_copy(update={"parameters": call.parameters | {"team": team}})
+    named = (str(call.parameters.get(each) or "") for each in ("team", "project"))
+    team, project = owner_of(*named)
+    owner = {"team": team} | ({"project": project} if project else {})
+    return call.model_copy(update={"parameters": call.parameters | owner})
 
 
 def _require_scope(flow: str) -> None:

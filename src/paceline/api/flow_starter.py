@@ -141,9 +141,9 @@ class PrefectStarter:
             key = digest_of({"after": made["id"], "key": key})
         raise Conflict("this run failed too often", got=f"{ATTEMPTS} flow runs", where=run_id)
 
-    def view(self, flow_run_id: str, after: int = 0) -> FlowRunView:
-        """Return a flow run's state and the lines of its and its sub-flows' logs after the first
-        ``after``.
+    def view(self, flow_run_id: str, after: int = 0, tail: int = 0) -> FlowRunView:
+        """Return a flow run's state and the lines of its and its sub-flows' logs: those after the
+        first ``after``, or the last ``tail``, at most LINES of them.
 
         Raises NotFound for a flow run that was not started for Paceline.
         """
@@ -155,17 +155,15 @@ class PrefectStarter:
             flow_run_id,
             *(each["id"] for each in self._call("POST", "/flow_runs/filter", below)),
         ]
-        logs = self._call(
-            "POST",
-            "/logs/filter",
-            {
-                "logs": {"flow_run_id": {"any_": runs}},
-                "sort": "TIMESTAMP_ASC",
-                "offset": after,
-                "limit": LINES,
-            },
-        )
-        return self._view_of(found, [each["message"] for each in logs])
+        order = "DESC" if tail else "ASC"
+        wanted = {
+            "sort": f"TIMESTAMP_{order}",
+            "offset": 0 if tail else after,
+            "limit": tail or LINES,
+        }
+        asked = {"logs": {"flow_run_id": {"any_": runs}}, **wanted}
+        lines = [each["message"] for each in self._call("POST", "/logs/filter", asked)]
+        return self._view_of(found, lines[::-1] if tail else lines)
 
     def page_of_run(self, run_id: str) -> str | None:
         """Return the page of the newest flow run of a run of the lifecycle or of one flow."""
@@ -191,6 +189,7 @@ class PrefectStarter:
             flow=next((each for each in found["tags"] if each in FLOW_PARAMETERS), ""),
             run_id=str(found.get("parameters", {}).get("run_id", "")),
             team=str(found.get("parameters", {}).get("team") or ""),
+            project=str(found.get("parameters", {}).get("project") or ""),
             state=str(found["state_type"]),
             message=str(state.get("message") or "")[:MESSAGE_CHARS],
             page=self.page_of(found["id"]),
@@ -229,8 +228,22 @@ class PrefectStarter:
     def cancel(self, flow_run_id: str) -> None:
         """Request cancellation of the flow run; idempotent."""
         # Through CANCELLING, as Prefect's own page does: the runner ends its process first.
-        body = {"state": {"type": "CANCELLING", "name": "Cancelling"}, "force": False}
+        self._set_state(flow_run_id, {"type": "CANCELLING", "name": "Cancelling"})
+
+    def crash(self, flow_run_id: str, message: str) -> None:
+        """Record that the flow run has crashed, in whatever state it is: its runner is gone."""
+        state = {"type": "CRASHED", "name": "Crashed", "message": message}
+        self._set_state(flow_run_id, state, force=True)
+
+    def _set_state(
+        self, flow_run_id: str, state: Mapping[str, str], *, force: bool = False
+    ) -> None:
+        body = {"state": state, "force": force}
         self._call("POST", f"/flow_runs/{quote(flow_run_id, safe='')}/set_state", body)
+
+    def emit(self, events: Sequence[Mapping[str, object]]) -> None:
+        """Have Prefect take in events; one that it has already changes nothing."""
+        self._call("POST", "/events", events)
 
     def _call(self, method: str, path: str, body: object = None) -> Any:
         payload = None if body is None else json.dumps(body).encode()

@@ -15,7 +15,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Path as PathParameter, Query
 
-from paceline.api.flow_starter import ENDED, PrefectStarter
+from paceline.api.flow_starter import ENDED, LINES, PrefectStarter
 from paceline.api.routes import COSTS, JOBS
 from paceline.config import PriceSettings, Runtime, with_job_settings
 from paceline.coordinator import Coordinator, current_call, current_caller
@@ -36,6 +36,7 @@ from paceline.jobs import (
     engine_of,
     estimate_like,
     estimate_submitted,
+    flow_runs,
     gang_of,
     hosts_of,
     require_open,
@@ -110,7 +111,7 @@ class _Shown:
             for each in self._table.jobs()
             if each.submission_id == job.submission_id and each.job_id != job.job_id
         ]
-        pages = {}
+        pages = dict(job.report.pages) if job.report else {}
         if self._coordinator:
             pages["fleet"] = f"{self._coordinator}/fleet#job={job.job_id}"
         if self.flows is not None and job.flow_run_id:
@@ -160,7 +161,7 @@ def _add_submitting(
                 wanted="endpoints.prefect_api_url",
                 do="Have an operator name the server: `paceline init --prefect URL`.",
             )
-        job = _new_job(_with_team(call), new_run_id(), key)
+        job = _new_job(_with_owner(call), new_run_id(), key)
         if key is None or not any(each.job_id == job.job_id for each in table.jobs()):
             _require_possible(job, runtime, coordinator)
         view = shown(table.add(job))
@@ -172,7 +173,7 @@ def _add_submitting(
     def adopt_job(call: AdoptJob) -> JobView:
         """Admit a training whose flow runs already; the flow waits until its job is admitted."""
         job = _new_job(
-            _with_team(call.spec), call.run_id, digest_of([call.run_id, call.flow_run_id])
+            _with_owner(call.spec), call.run_id, digest_of([call.run_id, call.flow_run_id])
         )
         job = job.model_copy(
             update={
@@ -234,14 +235,26 @@ def _add_reading(
         return list(table.job(job_id).history)
 
     @router.get(f"{JOBS}/{{job_id}}/logs")
-    def get_job_log(job_id: JobId, after: Annotated[int, Query(ge=0, le=2**31)] = 0) -> JobLog:
-        """Return lines of the log of the job's flow run, after the first ``after``."""
+    def get_job_log(
+        job_id: JobId,
+        after: Annotated[int, Query(ge=0, le=2**31)] = 0,
+        attempt: Annotated[int, Query(ge=0, le=2**31)] = 0,
+        tail: Annotated[int, Query(ge=0, le=LINES)] = 0,
+    ) -> JobLog:
+        """Return lines of the log of an attempt's flow run, after the first ``after``, or its last
+        ``tail`` lines; of the newest attempt that has a flow run, where ``attempt`` is 0."""
         job = table.job(job_id)
-        if flows is None or not job.flow_run_id:
+        if attempt > job.attempt:
+            wanted = f"1 to {job.attempt}" if job.attempt else "none: it has not begun"
+            raise NotFound("the job has no such attempt", got=attempt, wanted=wanted, where=job_id)
+        runs = flow_runs(job)
+        flow_run_id = runs.get(attempt or max(runs, default=0))
+        if flows is None or not flow_run_id:
             return JobLog(lines=(), after=after, is_over=job.state.is_final)
-        found = flows.view(job.flow_run_id, after)
-        over = found.state in ENDED and not found.lines
-        return JobLog(lines=found.lines, after=after + len(found.lines), is_over=over)
+        found = flows.view(flow_run_id, after, tail)
+        over = found.state in ENDED and (tail > 0 or not found.lines)
+        after = 0 if tail else after + len(found.lines)  # how many lie before the last is not known
+        return JobLog(lines=found.lines, after=after, is_over=over)
 
 
 def _trainings(job: TrainingJob) -> tuple[str, ...]:
@@ -263,7 +276,8 @@ def _add_changing(
         if (request := current_call.get()) is not None:
             request.on["job_id"] = job_id
         if of_team:
-            require_team(table.job(job_id).spec.team)
+            spec = table.job(job_id).spec
+            require_owner(spec.team, spec.project)
         return table.change(job_id, make)
 
     @router.post(f"{JOBS}/{{job_id}}/pause")
@@ -424,25 +438,30 @@ def _new_job(spec: SubmitJob, run_id: str, key: str | None) -> TrainingJob:
     )
 
 
-def _with_team(spec: SubmitJob) -> SubmitJob:
-    return spec.model_copy(update={"team": team_of(spec.team)})
+def _with_owner(spec: SubmitJob) -> SubmitJob:
+    team, project = owner_of(spec.team, spec.project)
+    return spec.model_copy(update={"team": team, "project": project})
 
 
-def team_of(named: str) -> str:
-    """Return the team of what names ``named``: the one that the caller's token is bound to, if it
-    is; raises AccessDenied where that is another one."""
-    if named:
-        require_team(named)
-    return named or current_caller().team or "default"
+def owner_of(team: str, project: str) -> tuple[str, str]:
+    """Return the team and project of what names these: where it names none, those that the caller's
+    token is bound to. Raises AccessDenied where the token is bound to others."""
+    caller = current_caller()
+    team, project = team or caller.team or "default", project or caller.project or ""
+    require_owner(team, project)
+    return team, project
 
 
-def require_team(team: str) -> None:
-    """Raise AccessDenied where the caller's token is bound to another team."""
-    bound = current_caller().team
-    if bound is not None and bound != team:
-        raise AccessDenied(
-            "the token is another team's", got=f"team {team}", wanted=f"team {bound}"
-        )
+def require_owner(team: str, project: str) -> None:
+    """Raise AccessDenied where the caller's token is bound to another team or project."""
+    caller = current_caller()
+    for kind, bound, got in (("team", caller.team, team), ("project", caller.project, project)):
+        if bound is not None and bound != got:
+            raise AccessDenied(
+                f"the token is another {kind}'s",
+                got=f"{kind} {got or 'none'}",
+                wanted=f"{kind} {bound}",
+            )
 
 
 def _require_possible(job: TrainingJob, runtime: Runtime, coordinator: Coordinator) -> None:

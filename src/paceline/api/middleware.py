@@ -122,6 +122,7 @@ class Authenticator:
             scopes=scopes_of(record),
             worker_id=record.worker_id,
             team=record.team,
+            project=record.project,
             admission=record.admission or record.token_id,
             begins=record.admission is not None and record.begun_at is None,
             authority=record.authority,

@@ -87,6 +87,7 @@ def tokens() -> None:
 @click.option(
     "--team", default=None, help="Its jobs are this team's, and no other's (scope train)."
 )
+@click.option("--project", default=None, help="Its jobs are this project's; as --team.")
 @state_option
 @json_option
 def create(
@@ -95,6 +96,7 @@ def create(
     ttl: float | None,
     worker_id: str | None,
     team: str | None,
+    project: str | None,
     state: Path | None,
     as_json: bool,
 ) -> int:
@@ -105,6 +107,7 @@ def create(
         "ttl_seconds": ttl,
         "worker_id": worker_id,
         "team": team,
+        "project": project,
     }
     client = _client(state)
     made = client.create_token(_checked(CreateToken, given))
@@ -169,13 +172,13 @@ def list_tokens(state: Path | None, as_json: bool) -> int:
             each.token_id,
             each.name,
             ", ".join(each.scopes),
-            each.worker_id or "",
+            each.worker_id or ", ".join(filter(None, (each.team, each.project))),
             _state(each),
             _at(each.last_used_at),
         )
         for each in found
     ]
-    print_table(("id", "name", "scopes", "worker", "state", "last used"), rows)
+    print_table(("id", "name", "scopes", "bound to", "state", "last used"), rows)
     return 0
 
 

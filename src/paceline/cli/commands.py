@@ -302,11 +302,11 @@ class Sections(click.Command):
     def __init__(self, *args: object, sections: Mapping[str, str], **more: object) -> None:
         """``sections``: heading → the options below it; the others come last."""
         super().__init__(*args, **more)  # type: ignore[arg-type]
-        self._sections = {**sections, "Other options": ""}
+        self.sections = {**sections, "Other options": ""}
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        heading = {name: title for title, names in self._sections.items() for name in names.split()}
-        rows: dict[str, list[tuple[str, str]]] = {title: [] for title in self._sections}
+        heading = {name: title for title, names in self.sections.items() for name in names.split()}
+        rows: dict[str, list[tuple[str, str]]] = {title: [] for title in self.sections}
         for parameter in self.get_params(ctx):
             row = parameter.get_help_record(ctx)
             if row is not None and isinstance(parameter, click.Option):

@@ -23,6 +23,7 @@ from paceline.cli.options import (
     objects_of,
     profile_options,
     read_profile,
+    refuse_typed,
     run_id_option,
     say_only_defects,
     show,
@@ -45,8 +46,10 @@ directory_type = click.Path(path_type=Path)
     cls=Sections,
     sections={
         "A directory": "model_id version",
-        "With URL": "sign piece chunk piece_hash link allow_older discard_unfinished",
-        "Where": "profile overrides run_id state",
+        "A directory, with URL": "allow_older",
+        "With URL": "sign piece chunk piece_hash link discard_unfinished profile overrides",
+        "A source of a hub or registry": "extra_origin",
+        "Without URL, as a run": "run_id",
     },
 )
 @click.argument("source", metavar="DIRECTORY | SOURCE")
@@ -111,6 +114,9 @@ def publish(
             got=f"{source}, --model {model_id or '(none)'}, --version {version or '(none)'}",
             wanted="DIRECTORY --model NAME --version VERSION, or hf://org/name@revision",
         )
+    refuse_typed(
+        "A directory, with URL" if foreign else "A source of a hub or registry", got=source
+    )
     if url is None and (is_typed("profile") or any(x.startswith("objects") for x in overrides)):
         raise InvalidInput(
             "without a URL a model goes to the installation's bucket",
@@ -121,18 +127,15 @@ def publish(
     if runtime is not None and not foreign:
         url = f"{runtime.models_url}/{model_id}/{version}"
     if url is None and not foreign:
-        direct = (sign, piece, chunk, piece_hash, link, allow_older, discard_unfinished, *overrides)
-        if any(value not in (None, False) for value in direct):
-            raise InvalidInput(
-                "these options want a URL",
-                got="--sign, --piece, --chunk, --piece-hash, --link, --allow-older, "
-                "--discard-unfinished or --set",
-                wanted="paceline publish DIRECTORY s3://bucket/prefix …",
-            )
+        refuse_typed(
+            "With URL", "A directory, with URL", got=f"{source} without URL",
+            do="Name one: `paceline publish DIRECTORY s3://bucket/prefix …`.",
+        )  # fmt: skip
         call = FlowCall(state=state, run_id=run_id, as_json=as_json)
         where = str(directory.absolute())
         flow = "publish.publish_model"
         return call.run(flow, directory=where, model_id=model_id, version=version)
+    refuse_typed("Without URL, as a run", got="a publish from this machine")
     from paceline.manifest import (
         discard_unfinished as discard,
         import_model,
@@ -221,9 +224,9 @@ def _without_flows(state: Path | None) -> Runtime | None:
 @click.command(
     cls=Sections,
     sections={
-        "On an installation": "targets cancel_on_interrupt run_id state",
-        "With --into, on this machine": "into workers topology racks link digest port allow_older "
-        "extra_origin named as_version profile overrides",
+        "Without --into, on an installation": "cancel_on_interrupt run_id",
+        "With --into, on this machine": "into workers topology racks link port extra_origin named "
+        "as_version profile overrides",
     },
 )
 @click.argument("model_id", metavar="MODEL_ID | SOURCE")
@@ -286,6 +289,7 @@ def distribute(
     that many workers on this machine.
     """
     if into is None:
+        refuse_typed("With --into, on this machine", got=f"{model_id} without --into")
         named_here = "://" in model_id or model_id.startswith("models:/")
         if (version is None) != named_here:
             raise InvalidInput(
@@ -303,6 +307,8 @@ def distribute(
                 version,
                 selector,
                 activate=not stage_only,
+                allow_older=allow_older,
+                digest=digest,
                 cancels=cancel_on_interrupt,
                 run_id=run_id and whole_run_id(runtime, run_id),
                 as_json=as_json,
@@ -316,7 +322,10 @@ def distribute(
             version=version or "",
             selector=selector or None,
             activate=not stage_only,
+            allow_older=allow_older,
+            manifest_digest=digest or None,
         )
+    refuse_typed("Without --into, on an installation", got=f"--into {into}")
     if version is not None:
         raise InvalidInput(
             "one source at a time", got=f"{model_id} {version}", wanted="SOURCE --into DIRECTORY"

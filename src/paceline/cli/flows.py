@@ -16,13 +16,17 @@ import click
 from paceline.cli.commands import Sections
 from paceline.cli.options import (
     DATA_SIZE,
+    SNAPSHOT,
     again,
     deadline_option,
     job_settings,
     json_option,
     notice,
+    or_last,
     point_prefect_at,
     project_option,
+    refuse_typed,
+    remember,
     run_id_option,
     show,
     state_option,
@@ -115,6 +119,7 @@ class FlowCall:
         notes = list(run.summary.notes)
         answer = {"status": "complete", "run_id": run.run_id, "notes": notes}
         answer |= result.model_dump(mode="json")
+        remember(runtime, name, answer)
         show(
             answer,
             self.as_json,
@@ -350,15 +355,19 @@ def _placed(name: str) -> str:
     return name if name.startswith("s3://") or name == "stdlib" else str(Path(name).absolute())
 
 
-TRAINED = "The training: id of its run or job, JSON of `paceline train --json`, or its digest."
-REPORT = "The evaluation: id of its run or job, JSON of `paceline evaluate --json`, or its digest."
+TRAINED = (
+    "The training: last, id of its run or job, JSON of `paceline train --json`, or its digest."
+)
+REPORT = (
+    "The evaluation: last, id of its run or job, JSON of `paceline evaluate --json`, its digest."
+)
 
 
 @click.command()
 @model_argument
 @click.option("--base", "base_version", required=True, help="Version the candidate started from.")
-@click.option("--trained", metavar="RUN|JOB|FILE", required=True, help=TRAINED)
-@click.option("--snapshot", required=True, help="URL of the data snapshot.")
+@click.option("--trained", metavar="last|RUN|JOB|FILE", required=True, help=TRAINED)
+@click.option("--snapshot", metavar="URL|last", required=True, help=SNAPSHOT)
 @click.option(
     "--ranks",
     type=click.IntRange(min=1),
@@ -383,14 +392,14 @@ def evaluate(
         model_id=model_id,
         base_version=base_version,
         trained=digest,
-        snapshot_url=snapshot,
+        snapshot_url=or_last(snapshot, "url", call.state),
         ranks=ranks,
     )
 
 
 @click.command()
 @model_argument
-@click.option("--report", metavar="RUN|JOB|FILE", required=True, help=REPORT)
+@click.option("--report", metavar="last|RUN|JOB|FILE", required=True, help=REPORT)
 @click.option("--base", "base_version", help="Refuse a report about another base version.")
 @click.option("--trained", metavar="RUN|JOB|FILE", help="Refuse a report about another training.")
 @click.option("--snapshot", help="Refuse a report about another data snapshot (its URL).")
@@ -420,7 +429,7 @@ def promote(
         report=digest,
         base_version=base_version,
         trained=training,
-        snapshot_url=snapshot,
+        snapshot_url=snapshot and or_last(snapshot, "url", call.state),
         approver=approver,
     )
 
@@ -509,7 +518,7 @@ def _approval_lines(shown: ApprovalShown) -> list[str]:
     return [head, *(f"  {name:<9} {value}" for name, value in facts.items()), *lines]
 
 
-@click.command()
+@click.command(cls=Sections, sections={"With DEPLOYMENT_ID": "deadline", "With MODEL_ID": "run_id"})
 @click.argument("what", metavar="MODEL_ID | DEPLOYMENT_ID")
 @deadline_option
 @flow_options
@@ -522,7 +531,9 @@ def rollback(call: FlowCall, what: str, deadline: float) -> int:
     if re.match(r"[0-9a-f]{8}-[0-9a-f-]*$", what):
         from paceline.cli.watching import roll_back
 
+        refuse_typed("With MODEL_ID", got=f"deployment {what}")
         return roll_back(what, deadline, call.state, call.as_json)
+    refuse_typed("With DEPLOYMENT_ID", got=f"model {what}")
     return _roll_back(call, what)
 
 
@@ -546,8 +557,9 @@ def _roll_back(call: FlowCall, model_id: str) -> int:
 
 
 def _digest_of(given: str, field: str, command: str, state: Path | None = None) -> str:
-    """Return ``given`` where it is a digest, or the id of the run or job that it begins; else
-    ``field`` of the JSON file with that name."""
+    """Return ``given`` where it is a digest, or the id of the run or job that it begins; of `last`
+    the newest one of this user; else ``field`` of the JSON file with that name."""
+    given = or_last(given, field, state)
     if not Path(given).exists():
         if re.fullmatch(f"{SHA256_HEX}|{RUN_ID}|{TRAINING_ID}", given):
             return given

@@ -269,7 +269,7 @@ def agent(
 
     # first: a configuration error must not use up the join token
     config = AgentConfig(state_dir=state.absolute(), **options)
-    if join_token or coordinator_url:
+    if join_token or coordinator_url or ca:
         _join(state.absolute(), config.worker_id, coordinator_url, join_token, ca)
     inventory = read_inventory(load_runtime(config.state_dir), DRIVER_S)
     return run_agent(replace(config, findings=_findings(config.state_dir), inventory=inventory))
@@ -279,7 +279,7 @@ def _join(state: Path, worker_id: str, url: str, token: str, ca: Path | None) ->
     from paceline.relay import has_joined, join
 
     if not token or not url:
-        raise click.UsageError("--join and --coordinator belong together.")
+        raise click.UsageError("--join and --coordinator belong together, and --ca to them.")
     if token.startswith("@"):
         try:
             token = Path(token[1:]).read_text(encoding="ascii").strip()
@@ -353,7 +353,7 @@ def worker(
     from paceline.relay import joined_worker_id
 
     require_extras("flows")
-    if join_token or coordinator_url:
+    if join_token or coordinator_url or ca:
         _join(state.absolute(), worker_id, coordinator_url, join_token, ca)
     runtime = load_runtime(state.absolute())
     if not (address := scheduler or runtime.profile.cluster.scheduler):

@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from paceline.cli.options import again, json_option, notice, show
+from paceline.cli.options import again, json_option, notice, remember, show
 from paceline.client import TOKEN_VARIABLE, Client, CoordinatorClient, require_encrypted
 from paceline.config import (
     Login,
@@ -194,6 +194,8 @@ def distribute(
     selector: str,
     *,
     activate: bool,
+    allow_older: bool,
+    digest: str,
     cancels: bool,
     run_id: str | None,
     as_json: bool,
@@ -205,7 +207,10 @@ def distribute(
     from paceline.cli.watching import follow
 
     client, run_id = Client.of(runtime), run_id or new_run_id()
-    deployment_id = client.deploy(model, version, selector, run_id, allow_older=not activate)
+    older = allow_older or not activate
+    deployment_id = client.deploy(
+        model, version, selector, run_id, allow_older=older, digest=digest
+    )
     try:
         follow(runtime, deployment_id, quiet=as_json, activates=activate)
     except BaseException as error:
@@ -247,6 +252,7 @@ def run_flow(
         sys.stderr.write(f"  {again(begun.run_id)}\n")
         raise
     lines = [*(f"! {note}" for note in answer["notes"]), f"done: run {begun.run_id}"]
+    remember(runtime, name, answer)
     lines += [*made_and_next(name, {**parameters, **answer}), f"prefect   {begun.page}"]
     show(answer, as_json, *lines)
     return 0

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -23,14 +23,17 @@ import click
 from click.core import ParameterSource
 from pydantic import BaseModel
 
+from paceline.cli.commands import Sections
 from paceline.config import (
     Profile,
     Runtime,
+    config_directory,
     default_state_dir,
+    find_installation,
     load_profile,
     toml_value,
 )
-from paceline.errors import InvalidInput
+from paceline.errors import InvalidInput, NotReady
 from paceline.schemas import (
     QUEUED_JOB_ID,
     TRAINING_ID,
@@ -39,6 +42,7 @@ from paceline.schemas import (
     is_run_id,
     one_of,
 )
+from paceline.system import ensure_own_directory, write_private
 from paceline.text import OneLine
 from paceline.units import link_mbit, seconds, size, size_bytes
 
@@ -160,6 +164,72 @@ def whole_training_id(client: CoordinatorClient, given: str) -> str:
     return one_of("training", given, {each.training_id for each in reports if each} - {""})
 
 
+LAST = "last"
+MOST_INSTALLATIONS = 50  # of which a user's last things are kept
+SNAPSHOT = "URL of the data snapshot; last: what this user made last there."
+# What `last` means in place of a field of a command's answer → the command that prints it.
+_LAST_OF = {
+    "url": ("build_snapshot", "paceline snapshot"),
+    "training_digest": ("train_model", "paceline train"),
+    "job_id": ("train_model", "paceline train"),
+    "report_digest": ("evaluate_model", "paceline evaluate"),
+}
+
+
+def _lasts() -> tuple[Path, dict[str, dict[str, str]]]:
+    """Return the file of what this user's commands made last, and what is in it by installation."""
+    path = config_directory() / "last.json"
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return path, found
+    return path, {}
+
+
+def _installation(runtime: Runtime) -> str:
+    return runtime.endpoints.coordinator_url if runtime.is_login else str(runtime.state_dir)
+
+
+def remember(runtime: Runtime, flow: str, answer: Mapping[str, Any]) -> None:
+    """Keep what ``module.function`` made on the installation, for `last` in later commands.
+
+    A home that cannot be written keeps nothing: the command has done its work.
+    """
+    made = flow.rpartition(".")[2]
+    fields = [field for field, (maker, _) in _LAST_OF.items() if maker == made]
+    kept = {field: str(answer[field]) for field in fields if answer.get(field)}
+    if not kept:
+        return
+    with suppress(OSError, NotReady):
+        path, known = _lasts()
+        place = _installation(runtime)
+        held = known.pop(place, {}) | kept
+        known = dict([*known.items(), (place, held)][-MOST_INSTALLATIONS:])
+        ensure_own_directory(path.parent)
+        write_private(path, json.dumps(known, indent=2).encode())
+
+
+def or_last(given: str, field: str, state: Path | None) -> str:
+    """Return ``given``; of `last` the ``field`` of what this user's commands made last there.
+
+    Raises InvalidInput where they have made nothing yet.
+    """
+    if given != LAST:
+        return given
+    path, known = _lasts()
+    place = _installation(find_installation(state))
+    if not (found := known.get(place, {}).get(field)):
+        command = _LAST_OF[field][1]
+        raise InvalidInput(
+            "this user has made none here yet",
+            got=LAST,
+            wanted=f"what `{command}` of this user made last in {place}",
+            where=path,
+            do=f"Type `{command}` first, or name it.",
+        )
+    return found
+
+
 def again(run_id: str) -> str:
     """Return the command that was typed, as it goes on with the run ``run_id``."""
     words, whole = sys.argv[1:], []
@@ -238,6 +308,22 @@ def is_typed(parameter: str) -> bool:
     """Return whether the running command's ``parameter`` was typed."""
     source = click.get_current_context().get_parameter_source(parameter)
     return source is ParameterSource.COMMANDLINE
+
+
+def refuse_typed(*headings: str, got: str, do: str | None = None) -> None:
+    """Raise InvalidInput where an option below one of ``headings`` of the running command's help
+    was typed: it is of another form of the command than ``got``, which has no use for it."""
+    context = click.get_current_context()
+    for heading in headings:
+        names = cast(Sections, context.command).sections[heading].split()
+        options = [each.opts[0] for each in context.command.params if each.name in names
+                   and is_typed(str(each.name))]  # fmt: skip
+        if options:
+            raise InvalidInput(
+                f'{", ".join(options)} belong{"" if options[1:] else "s"} to "{heading}"',
+                got=got,
+                do=do or f"See `{context.command_path} --help`.",
+            )
 
 
 def job_settings(overrides: tuple[str, ...]) -> dict[str, Any]:

@@ -309,9 +309,11 @@ class CoordinatorClient(FailoverClient):
         """Return the table of what data may be used for, oldest first."""
         return list(self._call(PurposeList, "GET", PURPOSES).rules)
 
-    def job_log(self, job_id: str, after: int = 0) -> JobLog:
-        """Return lines of the log of a job's flow, after the first ``after``."""
-        return self._call(JobLog, "GET", f"{_job_path(job_id)}/logs?after={after}")
+    def job_log(self, job_id: str, after: int = 0, *, attempt: int = 0, tail: int = 0) -> JobLog:
+        """Return lines of the log of an attempt's flow run, after the first ``after``, or its last
+        ``tail`` lines; of the newest attempt that has one, where ``attempt`` is 0."""
+        asked = urlencode({"after": after, "attempt": attempt, "tail": tail})
+        return self._call(JobLog, "GET", f"{_job_path(job_id)}/logs?{asked}")
 
     def adopt_job(self, call: AdoptJob) -> TrainingJob:
         """Ask for the admission of a training whose flow runs already."""

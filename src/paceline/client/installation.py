@@ -192,17 +192,24 @@ class Client(JobMethods):
         *,
         to: str | Sequence[str] = "",
         activate: bool = True,
+        allow_older: bool = False,
+        digest: str = "",
         run_id: str | None = None,
     ) -> dict[str, Any]:
         """Bring a published version to workers, wait until they have it, and switch to it.
 
         ``model`` is its id, or without ``version`` a source's URL (s3://, models:/, hf://, oci://).
-        ``to`` selects workers by label or name (default: all that are alive). Returns what
-        `paceline distribute --json` prints. Raises DeploymentFailed and Cancelled.
+        ``to`` selects workers by label or name (default: all that are alive). ``digest`` is what
+        the manifest must be (CorruptData else); ``allow_older`` goes back to a version before the
+        active one. Returns what `paceline distribute --json` prints. Raises DeploymentFailed and
+        Cancelled.
         """
         selector = to if isinstance(to, str) else ";".join(to)
         run_id = run_id or new_run_id()
-        deployment_id = self.deploy(model, version, selector, run_id, allow_older=not activate)
+        older = allow_older or not activate
+        deployment_id = self.deploy(
+            model, version, selector, run_id, allow_older=older, digest=digest
+        )
         return self.finish(self.wait(deployment_id), run_id, activate=activate)
 
     def deploy(
@@ -213,6 +220,7 @@ class Client(JobMethods):
         run_id: str,
         *,
         allow_older: bool = False,
+        digest: str = "",
     ) -> str:
         """Start a deployment and return its id; the same ``run_id`` again returns the same."""
         source = f"{self.runtime().models_url}/{model}/{version}" if version else model
@@ -222,6 +230,7 @@ class Client(JobMethods):
             source_url=source,
             selector=selector,
             allow_older=allow_older,
+            manifest_digest=digest or None,
             run_id=run_id,
         )
         return self.coordinator.create(call, digest_of([run_id, source])).deployment_id

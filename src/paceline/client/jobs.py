@@ -84,12 +84,18 @@ class JobMethods:
         call = ReviewJob(accepted=accepted, reason=reason)
         return self.coordinator.review_job(job_id, call).job
 
-    def job_log(self, job_id: str) -> Iterator[str]:
-        """Yield the lines of the log of the job's flow run, as many as there are now."""
+    def job_log(self, job_id: str, *, attempt: int = 0, tail: int = 0) -> Iterator[str]:
+        """Yield the lines of the log of an attempt's flow run, as many as there are now, or the
+        last ``tail`` (at most 200); of the newest attempt that has one, where ``attempt`` is 0.
+
+        Raises NotFound for an attempt that the job has not made.
+        """
         after = 0
-        while (found := self.coordinator.job_log(job_id, after)).lines:
+        while (found := self.coordinator.job_log(job_id, after, attempt=attempt, tail=tail)).lines:
             yield from found.lines
             after = found.after
+            if tail:
+                return
 
 
 def job_spec(given: Mapping[str, Any]) -> SubmitJob:

@@ -100,8 +100,8 @@ class Node(Record):
 
     @property
     def accelerator_count(self) -> int:
-        """Return how many accelerators it has, of any kind."""
-        return sum(each.count for each in self.machine.accelerators)
+        """Return how many accelerators ranks may use, all of one kind."""
+        return sum(each.count for each in self.machine.like_cards)
 
 
 class AgentInfo(Record):

@@ -12,6 +12,7 @@ depend on what the processes do.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import subprocess
@@ -24,9 +25,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
+from paceline.cluster.addresses import DRIVER_S
 from paceline.cluster.processes import Guarded, node_environment, start_guarded
 from paceline.config import this_node
 from paceline.errors import Conflict, NotFound, WorkerLost
+from paceline.relay import shows_like_cards
 from paceline.system import is_writable, own_program
 
 LEASE_S = 30.0
@@ -119,7 +122,8 @@ def launch(order: Order) -> int:
             )
         directory = Path(order.directory or this_node().directory / "work")
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        env = node_environment() | {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **order.env}
+        env = node_environment() | _like_cards()
+        env |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **order.env}
         env |= _devices(_claims.get(order.gang_id or ""), env.get("CUDA_VISIBLE_DEVICES"))
         with _input(order) as (stdin, write_end):
             guarded = start_guarded(
@@ -251,6 +255,12 @@ def release(gang_id: str) -> None:
     """Release ``gang_id``'s claim on this node."""
     with _changed:
         _claims.pop(gang_id, None)
+
+
+@functools.cache
+def _like_cards() -> dict[str, str]:
+    """Return what shows processes the GPUs that count as this node's slots, by their numbers."""
+    return shows_like_cards(DRIVER_S)
 
 
 def _devices(known: _Claim | None, visible: str | None) -> dict[str, str]:

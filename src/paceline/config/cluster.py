@@ -18,9 +18,9 @@ class HostSettings(Settings):
     """A machine on which `paceline cluster` starts a worker over SSH."""
 
     ssh: Annotated[str, StringConstraints(pattern=r"^[^-\s]\S*$")]  # as ssh takes it: [USER@]HOST
-    worker_id: str
-    rack: str = ""
-    zone: str = ""
+    worker_id: str  # its name in the fleet, unique
+    rack: str = ""  # plans cross a rack's uplink as rarely as they can
+    zone: str = ""  # a room or site, above racks
     state: str = "paceline-state"  # its state directory, from its user's home
     program: str = "paceline"  # where its PATH does not have it: the path
 
@@ -28,9 +28,9 @@ class HostSettings(Settings):
 class SlurmTeam(Settings):
     """What a team's training jobs ask Slurm for; "": as the profile says."""
 
-    partition: str = ""
-    account: str = ""
-    qos: str = ""
+    partition: str = ""  # what sbatch takes as --partition
+    account: str = ""  # what sbatch takes as --account: who pays
+    qos: str = ""  # what sbatch takes as --qos
 
 
 class SlurmSettings(Settings):
@@ -40,9 +40,9 @@ class SlurmSettings(Settings):
     # true: the coordinator requests one for each training job, and Slurm's queue is theirs.
     per_job: bool = False
     teams: dict[str, SlurmTeam] = {}  # of training jobs, with per_job
-    partition: str = ""
-    account: str = ""
-    qos: str = ""
+    partition: str = ""  # what sbatch takes as --partition
+    account: str = ""  # what sbatch takes as --account: who pays
+    qos: str = ""  # what sbatch takes as --qos
     time_limit: str = ""  # as sbatch takes it: 2-00:00:00
     # More of sbatch's options, such as "--gpus-per-node=8".
     options: tuple[Annotated[str, StringConstraints(pattern=r"^--[a-z]")], ...] = ()
@@ -79,7 +79,7 @@ LabelKey = Annotated[
 class KubernetesSettings(Settings):
     """What `paceline cluster --render` fills into the manifests of deployments/kubernetes."""
 
-    namespace: DnsLabel = "paceline"
+    namespace: DnsLabel = "paceline"  # of everything but nodes
     # Kueue's LocalQueue: each training job is a pod group of its own there; "": all share the
     # workers of the DaskCluster.
     queue: DnsName | Literal[""] = ""
@@ -92,10 +92,13 @@ class KubernetesSettings(Settings):
     resources: dict[LabelKey, Quantity] = {"cpu": "1", "memory": "4Gi"}
     service_account: DnsName = "default"  # of what reads from S3: a role may be bound to it
     # Secrets: Dask's TLS files, a join token for each node, and credentials for S3.
+    # the Secret with Dask's TLS files
     dask_tls_secret: DnsName = "paceline-dask-tls"  # noqa: S105 (a Secret's name)
+    # the Secret with a join token for each node
     join_secret: DnsName = "paceline-join"  # noqa: S105
+    # the Secret with credentials for S3
     objects_secret: DnsName = "paceline-objects"  # noqa: S105
-    ca_config_map: DnsName = "paceline-coordinator-ca"
+    ca_config_map: DnsName = "paceline-coordinator-ca"  # the ConfigMap with the coordinator's CA
     node_network: str = "10.0.0.0/8"  # of the nodes, as policies name it
 
     @field_validator("node_network")
@@ -117,13 +120,14 @@ class ClusterSettings(Settings):
     # worker on each of ``nodes`` nodes, by what `paceline cluster --render` prints.
     # With slurm.per_job or kubernetes.queue each training job gets nodes of its own there.
     kind: Literal["local", "address", "ssh", "slurm", "kubernetes"] = "local"
+    # tls://HOST:PORT of kind = "address"; "": none
     scheduler: Annotated[str, StringConstraints(pattern=r"^(tls://[^/]+:[0-9]+)?$")] = ""
-    hosts: tuple[HostSettings, ...] = ()
+    hosts: tuple[HostSettings, ...] = ()  # the machines of kind = "ssh"
     slurm: SlurmSettings = SlurmSettings()
     kubernetes: KubernetesSettings = KubernetesSettings()
-    nodes: int = Field(default=4, ge=1, le=10_000)
-    racks: int = Field(default=2, ge=1)
-    threads_per_node: int = Field(default=2, ge=1)
+    nodes: int = Field(default=4, ge=1, le=10_000)  # of kinds local, slurm and kubernetes
+    racks: int = Field(default=2, ge=1)  # that a local installation's nodes are divided into
+    threads_per_node: int = Field(default=2, ge=1)  # tasks of Dask's that a node runs at once
     link_mbit: float = Field(default=80.0, gt=0)  # each agent's NIC, each direction
     paced: bool = False  # agents limit themselves to link_mbit; false: the NICs are the limit
     external_mbit: float | None = Field(default=None, gt=0)  # the origin's link; None: link_mbit

@@ -22,22 +22,24 @@ from paceline.config.training import DataSettings, TrainingSettings
 class ServiceSettings(Settings):
     """Where the servers listen; port 0: that of the last start, a usual one (7400 …), or any."""
 
-    host: str = "127.0.0.1"
-    prefect_port: int = Field(default=0, ge=0, le=65535)
-    mlflow_port: int = Field(default=0, ge=0, le=65535)
-    s3_port: int = Field(default=0, ge=0, le=65535)
+    host: str = "127.0.0.1"  # the address that all of them listen on
+    prefect_port: int = Field(default=0, ge=0, le=65535)  # Prefect's API and pages
+    mlflow_port: int = Field(default=0, ge=0, le=65535)  # MLflow's tracking server
+    s3_port: int = Field(default=0, ge=0, le=65535)  # the object store that `paceline up` starts
+    # the coordinator's REST and the fleet page
     coordinator_port: int = Field(default=0, ge=0, le=65535)
-    scheduler_port: int = Field(default=0, ge=0, le=65535)
+    scheduler_port: int = Field(default=0, ge=0, le=65535)  # Dask's scheduler
+    # of each server; one that takes longer fails `paceline up`
     ready_timeout_s: float = Field(default=120.0, gt=0)
 
 
 class StorageSettings(Settings):
     """Bucket and prefixes in the object store."""
 
-    bucket: str = "paceline"
-    model_prefix: str = "models"
-    data_prefix: str = "data"
-    checkpoint_prefix: str = "checkpoints"
+    bucket: str = "paceline"  # one, for models, data and checkpoints
+    model_prefix: str = "models"  # of published models: model_prefix/MODEL_ID/VERSION/
+    data_prefix: str = "data"  # of data snapshots
+    checkpoint_prefix: str = "checkpoints"  # of trainings' checkpoints and exports
 
 
 class ObjectSettings(Settings):
@@ -49,7 +51,7 @@ class ObjectSettings(Settings):
     """
 
     endpoint_url: str = ""  # "": what AWS's variables and files say, else Amazon's
-    region: str = ""
+    region: str = ""  # such as "eu-central-1"
     profile: str = ""  # a section of AWS's shared configuration and credentials files
     # "": path with endpoint_url, else what AWS's file says (``s3 = addressing_style = …``)
     addressing: Literal["", "auto", "path", "virtual"] = ""
@@ -127,14 +129,14 @@ class SecuritySettings(Settings):
     # on loopback only; mtls: always; plaintext-anywhere: plain on any network, readable by all.
     peer_tls: Literal["auto", "mtls", "plaintext-anywhere"] = "auto"
     peer_ca: str = ""  # PEM files, relative to the state directory; {worker_id} is replaced
-    peer_cert: str = ""
-    peer_key: str = ""
+    peer_cert: str = ""  # the worker's certificate, which peer_ca signed
+    peer_key: str = ""  # the certificate's private key
     # The coordinator's own port. off: plain, which listens on loopback only; installation: TLS with
     # a certificate of the authority below; files: TLS with rest_cert and rest_key;
     # plaintext-anywhere: tokens cross the network unencrypted.
     rest_tls: Literal["off", "installation", "files", "plaintext-anywhere"] = "off"
     rest_cert: str = ""  # PEM files, relative to the state directory
-    rest_key: str = ""
+    rest_key: str = ""  # rest_cert's private key
     rest_ca: str = ""  # CA that signed rest_cert; "": the authority below
     rest_hosts: tuple[str, ...] = ()  # allowed Host names and addresses, besides loopback's
     authority: str = "authority"  # directory of ca.pem and ca-key.pem; created if missing
@@ -164,39 +166,48 @@ class ControlSettings(Settings):
 
     replicas: int = Field(default=1, ge=1, le=7)  # more than one requires etcd
     lease_s: float = Field(default=3.0, ge=2.0, le=60.0)  # a silent leader is replaced after it
+    # prefect: a deployment or job that REST receives gets a flow run
     flow_starter: Literal["off", "prefect"] = "off"
 
-    coordination: Literal["sqlite", "etcd"] = "sqlite"
+    coordination: Literal["sqlite", "etcd"] = "sqlite"  # where deployments and jobs are stored
     etcd_endpoints: tuple[str, ...] = ()  # "http://HOST:PORT" or "https://HOST:PORT"
     etcd_prefix: str = "/paceline/default"  # unique per installation
     etcd_ca: str = ""  # PEM files, relative to the state directory; "": the system's authorities
-    etcd_cert: str = ""
-    etcd_key: str = ""
-    etcd_user: str = ""
+    etcd_cert: str = ""  # a client's certificate, where etcd asks for one
+    etcd_key: str = ""  # etcd_cert's private key
+    etcd_user: str = ""  # "": etcd has no users
+    # the variable with etcd_user's password
     etcd_password_env: str = "PACELINE_ETCD_PASSWORD"  # noqa: S105 (a variable's name)
 
+    # where workers' progress and heartbeats are kept
     progress: Literal["memory", "redis"] = "memory"
     redis_url: str = ""  # "redis://HOST:PORT/0", "rediss://…" with TLS, "unix://PATH"
-    redis_prefix: str = "paceline:default"
+    redis_prefix: str = "paceline:default"  # of all its keys; unique per installation
     redis_ca: str = ""  # "": the system's authorities
-    redis_user: str = ""
+    redis_user: str = ""  # "": the user "default"
+    # the variable with its password
     redis_password_env: str = "PACELINE_REDIS_PASSWORD"  # noqa: S105
 
+    # where the history of events and changes is written
     audit: Literal["sqlite", "postgres"] = "sqlite"
     postgres_url: str = ""  # "postgresql://USER@HOST:PORT/DATABASE?sslmode=verify-full"
+    # the variable with its password
     postgres_password_env: str = "PACELINE_POSTGRES_PASSWORD"  # noqa: S105
 
 
 class RelaySettings(Settings):
     """How models are distributed between workers."""
 
+    # auto: the one that the cost model finds fastest
     topology: Literal["auto", "direct", "chain", "tree", "tree-of-chains", "mesh"] = "auto"
     transport: Literal["tcp", "grpc"] = "tcp"  # the same on every worker; tcp uses less CPU
     piece_bytes: int = Field(default=0, ge=0, le=16 * MIB)  # 0: from the model's size
     chunk_bytes: int = Field(default=0, ge=0)  # 0: from the model's size and the link
+    # share of targets that may die: more fail the deployment
     max_failed: float = Field(default=0.05, ge=0, le=1)
+    # between the heartbeats of an agent; longer in large fleets
     beat_s: float = Field(default=0.5, gt=0)
-    lost_after_beats: int = Field(default=6, ge=2)
+    lost_after_beats: int = Field(default=6, ge=2)  # an agent silent for so many is lost
     deadline_s: float = Field(default=600.0, gt=0)  # for one whole deployment
     full_sha256: bool = False  # check SHA-256 of files and chunks before a version is visible
 
@@ -208,11 +219,11 @@ class ModelSettings(Settings):
     profile's file); "": a new transformer, untrained, whose shape is derived from ``parameters``.
     """
 
-    model_id: str = "bytelm"
-    base: str = ""
-    parameters: int = Field(default=2_000_000, ge=10_000)
-    context: int = Field(default=256, ge=16)
-    seed: int = 0
+    model_id: str = "pylm"  # the name under which candidates are published and registered
+    base: str = ""  # "": a new model of the shape below
+    parameters: int = Field(default=2_000_000, ge=10_000)  # about so many, of a new model
+    context: int = Field(default=256, ge=16)  # tokens that a new model reads at once
+    seed: int = 0  # of a new model's weights
 
 
 def _is_unset(value: object) -> bool:
@@ -237,19 +248,29 @@ MetricName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,
 class EvaluationSettings(Settings):
     """How a candidate is evaluated."""
 
+    # of held-out text that is scored; documents beyond it are left out
     held_out_bytes: int = Field(default=262_144, ge=1024)
     # From here on all nodes score a part of the documents; below, starting them takes longer.
     spread_from_bytes: int = Field(default=8_388_608, ge=1024)
+    # resamplings of the documents behind each interval
     bootstrap_samples: int = Field(default=1000, ge=100)
+    # of each interval: 0.95 contains the figure in 95 of 100 cases
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
+    # of the n-gram baseline: it reads order - 1 bytes back
     ngram_order: int = Field(default=5, ge=1, le=8)
     # Tasks of lm-eval's, scored beside the held-out text: a directory on the machine of the flows
     # (``./``: beside the profile's file), or what was published of one, s3://…
     tasks: str = ""
     # Whether their prompts are rendered by each model's own chat template.
     tasks_as_chat: bool = Field(default=False, exclude_if=_is_unset)
+    # of your own, by name
     metrics: dict[MetricName, MetricSettings] = Field(default={}, exclude_if=_is_unset)
-    seed: int = 0
+    seed: int = 0  # of the resampling
+    # Tokens of the rows in which models are scored, and their serving is measured; 0: each model's
+    # own context. ``min_context`` of a policy needs as many.
+    context: int = Field(default=1024, ge=0, exclude_if=lambda tokens: tokens == 1024)
+    # Rows of the batch whose throughput is measured; 0: up to 8, fewer where memory says so.
+    serving_batch: int = Field(default=0, ge=0, le=4096, exclude_if=_is_unset)
     # Ranks that hold and score each model together (FSDP2); 0: as the training's gang shared it,
     # or as many as hold its float32 weights, where one node does not.
     ranks: int = Field(default=0, ge=0)
@@ -263,47 +284,59 @@ SliceName = Annotated[str, StringConstraints(pattern=r"^(size|directory)(: .+)?$
 class Policy(Settings):
     """Conditions for promoting a candidate; missing evidence is a refusal."""
 
+    # on the held-out text; 8 admits all that is better than chance
     max_bits_per_byte: float = Field(default=8.0, gt=0)
     must_beat: tuple[str, ...] = ("base",)  # names of evaluated models the interval must clear
     # Every simple baseline must be beaten too, except these.
     except_baselines: tuple[Literal["ngram", "gzip", "xz"], ...] = ()
     # Snapshots whose held-out split may judge, by URL, by what their URLs begin with, or by digest;
-    # (): any that the candidate's submitter may use.
+    # (): the one that judged the champion, or another that the installation built of its source
+    # with the same settings; without a champion, any that the candidate's submitter may use.
     judged_on: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     min_documents: int = Field(default=5, ge=5)  # with fewer, all agree by chance: 2**-5 = 3.1 %
     # Against the champion, as shares of its bits per byte: the interval's upper end, and the
     # figure of a slice (without a champion: the base's).
     max_regression: float = Field(default=0.01, ge=0, lt=1)
+    # by slice, as max_regression; {}: slices are not checked
     max_slice_regression: dict[SliceName, Annotated[float, Field(ge=0)]] = {}
-    # Share of the held-out documents of which half the text or more may lie in the training data;
-    # a copy of one always refuses.
+    # Share of the held-out documents of which half the text or more may lie in the training data,
+    # and of the rows of each task; a copy of a held-out document always refuses.
     max_overlap: float = Field(default=0.05, ge=0, le=1)
     # Of the evaluation's tasks: "TASK/METRIC" → what the lower end of its interval must reach, and
     # by how much the candidate may be worse than the champion, or the base, on any of them.
     min_tasks: dict[str, float] = {}
+    # in each metric's unit; 0: the interval of the difference reaches 0
     max_task_regression: float = Field(default=0.0, ge=0)
     # Of the evaluation's metrics: what the lower end of the interval must reach, and the upper end
     # may reach; by how much the interval may show the candidate worse than the champion, or the
     # base.
     min_metrics: dict[MetricName, float] = Field(default={}, exclude_if=_is_unset)
+    # for metrics of which lower is better; {}: no limit
     max_metrics: dict[MetricName, float] = Field(default={}, exclude_if=_is_unset)
+    # in the metric's own unit; {}: no limit
     max_metric_regression: dict[MetricName, Annotated[float, Field(ge=0)]] = Field(
         default={}, exclude_if=_is_unset
     )
     # Of the model's own tokens: how often the most likely one is right, and how far from that the
     # model's own certainty is (expected calibration error).
+    # share of tokens of which the most likely one is right; None: no limit
     min_token_accuracy: float | None = Field(default=None, ge=0, le=1)
+    # expected difference between certainty and accuracy; None: no limit
     max_calibration_error: float | None = Field(default=None, gt=0, le=1)
-    max_model_bytes: int = Field(default=2_000_000_000, gt=0)
+    max_model_bytes: int = Field(default=2_000_000_000, gt=0)  # of all files of the export
     # Of one row of the context's length, on the node that judges: a forward pass, one more token,
     # and the whole process's peak.
     max_latency_ms: float = Field(default=1000.0, gt=0)
+    # of each token after the first; None: no limit
     max_latency_ms_per_token: float | None = Field(default=None, gt=0)
+    # peak of the whole process; None: no limit
     max_memory_bytes: int | None = Field(default=None, gt=0)
-    # Of a batch of up to 8 such rows.
+    # Of a batch of such rows, evaluation.serving_batch.
     min_tokens_per_second: float | None = Field(default=None, gt=0, exclude_if=_is_unset)
-    max_parameters: int | None = Field(default=None, gt=0)
-    min_context: int | None = Field(default=None, gt=0)  # tokens that the model was made for
+    max_parameters: int | None = Field(default=None, gt=0)  # None: no limit
+    # Tokens that the model was made for, and of the longest row that it was scored on.
+    min_context: int | None = Field(default=None, gt=0)
+    # that the exported weights may have
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     # What the export must have: "torch.export" is the program of training.export_program.
     formats: tuple[Literal["safetensors", "torch.export"], ...] = Field(
@@ -315,7 +348,7 @@ class Policy(Settings):
     approval_hours: float = Field(default=72.0, gt=0, le=720)  # then the promotion is off
 
 
-ModelName = Annotated[str, matching(MODEL_ID, "a model's id, such as bytelm or acme/7b")]
+ModelName = Annotated[str, matching(MODEL_ID, "a model's id, such as pylm or acme/7b")]
 
 
 class GateSettings(Policy):
@@ -361,6 +394,7 @@ class SweepSettings(Settings):
     # "": studies.sqlite in the state directory; else PostgreSQL, for sweeps that go on from any
     # host: "postgresql://USER@HOST:PORT/DATABASE?sslmode=verify-full", a database of its own
     storage: str = Field(default="", pattern=r"^(postgresql://([^:@/]+@)?[^@]+)?$")
+    # the variable with the database's password
     password_env: str = "PACELINE_SWEEPS_PASSWORD"  # noqa: S105 (a variable's name)
 
 
@@ -374,6 +408,7 @@ class PriceSettings(Settings):
     ("H100"; of several the longest counts). "cpu" is a node without accelerators.
     """
 
+    # of every price below; shown beside costs, never converted
     currency: str = Field(default="EUR", min_length=1, max_length=12)
     per_hour: dict[str, Price] = {}  # of one accelerator, by kind; its share of the node included
     spot_factor: float = Field(default=1.0, gt=0, le=1)  # of these prices, on a fleet of spot nodes
@@ -386,7 +421,7 @@ class PriceSettings(Settings):
 class LinkSettings(Settings):
     """A transfer between two accelerators takes ``latency_us`` + bytes / ``gb_s``."""
 
-    latency_us: float = Field(ge=0)
+    latency_us: float = Field(ge=0)  # microseconds until the first byte arrives
     gb_s: float = Field(gt=0)  # 10**9 bytes a second that one accelerator sends and receives
 
 
@@ -412,7 +447,7 @@ class AcceleratorSettings(Settings):
 class Profile(Settings):
     """A whole profile: one TOML file with all settings of an installation."""
 
-    name: str = "embedded"
+    name: str = "embedded"  # in messages, and in the names of Slurm's jobs
     cluster: ClusterSettings = ClusterSettings()
     services: ServiceSettings = ServiceSettings()
     storage: StorageSettings = StorageSettings()

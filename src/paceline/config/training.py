@@ -20,7 +20,7 @@ class DataSettings(Settings):
     format: Literal["text", "jsonl", "parquet", "tar"] = "text"  # of the files in the directory
     text_field: str = "text"  # JSONL and Parquet: the column; tar: the member's extension
     features: tuple[str, ...] = ()  # Parquet files of precomputed features, joined by ``key_field``
-    key_field: str = "key"
+    key_field: str = "key"  # the column, in samples and features, by which they are joined
     # JSONL and Parquet: the column whose values are slices, for which an evaluation has figures and
     # a gate has limits: a sample's name is VALUE/KEY then, its slice "directory: VALUE"
     slice_field: str = ""
@@ -35,17 +35,20 @@ class DataSettings(Settings):
     # or a tokenizer.json; beside it lies the chat template that renders conversations
     tokenizer: str = "bytes"
     max_tokens: int = Field(default=0, ge=0)  # longer conversations are left out; 0: no limit
+    # of text that a snapshot takes; the rest of the source is left out
     max_bytes: int = Field(default=16 * MIB, ge=1024)
-    shard_bytes: int = Field(default=1 * MIB, ge=1024)
+    shard_bytes: int = Field(default=1 * MIB, ge=1024)  # of one shard, before it is compressed
+    # of samples that no training reads: evaluations judge on them
     held_out_share: float = Field(default=0.1, gt=0, lt=1)
+    # what the data are used for; a snapshot admits the purposes on its label
     purpose: str = "language-model-training"
-    project: str = "paceline-demo"
+    project: str = "paceline-demo"  # whose data these are; snapshots may be limited to some
     # expectations of one's own: a YAML file, s3://…, or the YAML itself; "": only the built-in ones
     expectations: str = Field(default="", max_length=64 * 1024)
     # the most that a column's statistics may move since the last snapshot of the same source, as a
     # share; 0: only noted
     max_drift: float = Field(default=0.0, ge=0)
-    seed: int = 0
+    seed: int = 0  # of the split into held-out and training samples, and of their order
 
     # windows: one stream of tokens cut every ``context``; packed: whole documents, best fit, masked
     # from each other; bucketed: documents of similar length, padded; carried: long documents cut,
@@ -55,7 +58,7 @@ class DataSettings(Settings):
     # ranks divides it, each rank opens only its share of the data. 0: chosen from the data.
     columns: int = Field(default=0, ge=0)
     cache_bytes: int = Field(default=10_000 * MIB, ge=1 * MIB)  # of shards on each node's disk
-    prefetch_batches: int = Field(default=4, ge=1, le=1024)
+    prefetch_batches: int = Field(default=4, ge=1, le=1024)  # made before a step asks for them
     prefetch_shards: int = Field(default=4, ge=1, le=256)  # fetched at once
     max_bad_share: float = Field(default=0.5, ge=0, lt=1)  # of shards in quarantine
 
@@ -77,9 +80,11 @@ class MeshSettings(Settings):
     tp: int = Field(default=1, ge=1)  # parts of each matrix
     cp: int = Field(default=1, ge=1)  # parts of each row
     pp: int = Field(default=1, ge=1)  # groups of layers, one after another
+    # of a pipeline; 1f1b holds fewer microbatches in memory than gpipe
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     microbatches: int = Field(default=0, ge=0)  # per batch of a pipeline; 0: twice its stages
     hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"  # gradient compression
+    # with hook = "powersgd": columns that a matrix' gradient is reduced to
     powersgd_rank: int = Field(default=2, ge=1)
     sequence_parallel: bool = True  # where tp > 1
 
@@ -92,6 +97,7 @@ class MeshSettings(Settings):
 class SynchronySettings(Settings):
     """Whether replicas wait for each other at each step."""
 
+    # every-step: all gradients are averaged at each step
     kind: Literal["every-step", "local-sgd", "parameter-server"] = "every-step"
     local_steps: int = Field(default=8, ge=1)  # between averages
     max_staleness: int = Field(default=4, ge=0)  # versions a pushed gradient may lag
@@ -100,12 +106,14 @@ class SynchronySettings(Settings):
 class CheckpointSettings(Settings):
     """When checkpoints are written and how many are kept."""
 
+    # auto: from the measured cost of a save and the rate of failures
     interval: Literal["steps", "seconds", "auto"] = "steps"
-    every_steps: int = Field(default=25, ge=1)
-    every_s: float = Field(default=30.0, gt=0)
+    every_steps: int = Field(default=25, ge=1)  # with interval = "steps"
+    every_s: float = Field(default=30.0, gt=0)  # with interval = "seconds"
     failures_per_day: float = Field(default=1.0, gt=0)  # of the gang; until some were observed
     keep: int = Field(default=2, ge=1)  # newest
     keep_best: int = Field(default=0, ge=0)  # besides these, by held-out loss
+    # of the run's time; saves that cost more become rarer, with an alert
     max_stall_share: float = Field(default=0.035, gt=0, lt=1)
 
 
@@ -116,12 +124,14 @@ class GuardSettings(Settings):
     spike_factor: float = Field(default=3.0, gt=1)  # times the recent median; 1e9: never
     spike_window: int = Field(default=50, ge=5)  # steps
     max_bad_steps: int = Field(default=3, ge=0)  # skipped or rolled back, in one job
-    max_restarts: int = Field(default=3, ge=0)
+    max_restarts: int = Field(default=3, ge=0)  # of the gang, within a day; one more fails the job
     min_ranks: int = Field(default=0, ge=0)  # fewer than ``ranks``: continue with the rest; 0: all
     spares: int = Field(default=0, ge=0)  # standby ranks, started and kept warm
     failures_per_host: int = Field(default=2, ge=1)  # then the host is excluded
     start_deadline_s: float = Field(default=120.0, gt=0)  # to the first step; compile: 5 times
+    # a rank whose step takes longer hangs: the gang restarts
     step_deadline_s: float = Field(default=60.0, gt=0)
+    # a save, export or evaluation that takes longer hangs: the gang restarts
     checkpoint_deadline_s: float = Field(default=600.0, gt=0)
     # From a preemption notice to the ranks' end. Clouds and Kubernetes kill 30 s after the notice,
     # which is seen at most 2 s late; the rest is for finishing a step and ending processes.
@@ -135,10 +145,11 @@ class LoraSettings(Settings):
 
     r: int = Field(default=8, ge=1)  # rank
     lora_alpha: int = Field(default=8, ge=1)  # adapters are scaled by lora_alpha / r
+    # share of an adapter's inputs that a step leaves out
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     # Names of linear layers; ["all-linear"]: all but the output layer; []: peft's of the family.
     target_modules: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    use_dora: bool = False
+    use_dora: bool = False  # also train the length of each weight vector (DoRA)
 
     @field_validator("target_modules", mode="before")
     @classmethod
@@ -186,24 +197,27 @@ COMPILE_FACTOR = 5  # of start_deadline_s: 48 s on free cores, over 120 s on bus
 class TrainingSettings(Settings):
     """The training job."""
 
-    ranks: int = Field(default=2, ge=1)
+    ranks: int = Field(default=2, ge=1)  # processes that train together
     # Consecutive ranks on each node of a fleet; 0: one for each of its accelerators, else one.
     ranks_per_node: int = Field(default=0, ge=0)
-    steps: int = Field(default=120, ge=0)
+    steps: int = Field(default=120, ge=0)  # of the optimizer
     batch_sequences: int = Field(default=16, ge=1)  # of the whole gang, per step
     accumulation: int = Field(default=1, ge=1)  # microbatches of a rank's batch, one after another
-    learning_rate: float = Field(default=1e-3, gt=0)
+    learning_rate: float = Field(default=1e-3, gt=0)  # the highest, after warm-up
     # muon: of the matrices of hidden layers; AdamW for all other parameters
     optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
     optimizer_ref: str = ""  # instead of it, one of your own: a reference as code_ref's
     betas: tuple[Beta, Beta] = (0.9, 0.95)  # of AdamW's two moments
+    # of the learning rate, after warm-up; wsd: constant, then decay_share of descent
     schedule: Literal["cosine", "linear", "wsd"] = "cosine"
-    warmup_steps: int = Field(default=10, ge=0)
+    warmup_steps: int = Field(default=10, ge=0)  # in which the learning rate rises from 0
     decay_share: float = Field(default=0.2, gt=0, le=1)  # of the steps, at the end of wsd
     final_share: float = Field(default=0.1, ge=0, le=1)  # of the learning rate, at the last step
     weight_decay: float = Field(default=0.1, ge=0)  # of matrices, by AdamW
     no_decay: tuple[Glob, ...] = ()  # names without it, besides norms and biases: "*embed*"
+    # parameters with settings of their own
     groups: Annotated[tuple[GroupSettings, ...], Field(max_length=64)] = ()
+    # longer gradients, all parameters' together, are scaled down to it
     clip_norm: float = Field(default=1.0, gt=0)
     ema: EmaSettings | None = None  # None: the weights of the last step are exported
     precision: Literal["float64", "float32", "bfloat16", "float16"] = "float32"  # of the products
@@ -211,16 +225,17 @@ class TrainingSettings(Settings):
     export_dtype: Literal["base", "float32", "bfloat16", "float16"] = "base"
     # Also a torch.export program (model.pt2), checked against the model; refused for code_ref.
     export_program: bool = False
-    activation_checkpointing: bool = False
-    compile: bool = False
+    activation_checkpointing: bool = False  # compute activations twice instead of storing them
+    compile: bool = False  # each block by torch.compile, in the first step
     # Only kernels that give the same bits each time; None: on a CPU, where they cost nothing.
     deterministic: bool | None = None
     evaluate_every_steps: int = Field(default=0, ge=0)  # 0: never
+    # held-out rows that each of these evaluations reads
     evaluate_sequences: int = Field(default=64, ge=1)
     early_stopping: EarlyStoppingSettings | None = None  # with evaluate_every_steps
     profile_steps: tuple[int, ...] = ()  # steps of which a profiler trace is written
-    threads_per_rank: int = Field(default=1, ge=1)
-    seed: int = 0
+    threads_per_rank: int = Field(default=1, ge=1)  # of torch, on CPUs
+    seed: int = 0  # of the order of data, dropout and new weights
     code_ref: str = ""  # "": our transformer; else module:function, or git+https://…@COMMIT#m:f
     lora: LoraSettings | None = None  # None: all weights are trained
     dpo: DpoSettings | None = None  # None: next-token prediction, or what code_ref defines

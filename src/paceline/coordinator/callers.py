@@ -34,6 +34,7 @@ class Caller:
     scopes: frozenset[Scope]  # included ones too
     worker_id: str | None = None  # the only worker that it may act for
     team: str | None = None  # the only team whose jobs it may submit and control
+    project: str | None = None  # the only project, likewise
     admission: str = ""  # the token that its chain of renewals began with
     begins: bool = False  # its first use, which ends the token that it was issued to replace
     authority: str | None = None  # digest of the authorities that came with it

@@ -193,9 +193,9 @@ class TokenRegistry:
                     got=", ".join(call.scopes),
                     wanted="worker",
                 )
-            if call.team is not None and Scope.TRAIN not in call.scopes:
+            if (call.team or call.project) and Scope.TRAIN not in call.scopes:
                 raise InvalidInput(
-                    "a token that is bound to a team is one that submits jobs",
+                    "a token that is bound to a team or project is one that submits jobs",
                     got=", ".join(call.scopes),
                     wanted="train",
                 )
@@ -206,6 +206,7 @@ class TokenRegistry:
                 sha256=event.sha256,
                 worker_id=call.worker_id,
                 team=call.team,
+                project=call.project,
                 created_at=at,
                 expires_at=None if call.ttl_seconds is None else at + call.ttl_seconds,
             )

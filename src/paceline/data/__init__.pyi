@@ -2,7 +2,7 @@ from .batching.fill import token_dtype as token_dtype
 from .build import SkippedSamples as SkippedSamples, build_snapshot as build_snapshot
 from .chat import (
     ChatTemplate as ChatTemplate,
-    system_remover as system_remover,
+    snapshot_template as snapshot_template,
     template_config as template_config,
     template_files as template_files,
 )
@@ -57,3 +57,4 @@ from .validation import (
     require_valid as require_valid,
     validate_snapshot as validate_snapshot,
 )
+from .validation_page import validation_page as validation_page

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -256,10 +256,9 @@ def template_config(snapshot: Snapshot, store: ObjectStore) -> bytes | None:
         return None
 
 
-def system_remover(snapshot: Snapshot, store: ObjectStore) -> Callable[[bytes], bytes]:
-    """Return ``ChatTemplate.without_system`` of the template of ``snapshot``; without one,
-    or without transformers, the function that returns its argument."""
+def snapshot_template(snapshot: Snapshot, store: ObjectStore) -> ChatTemplate | None:
+    """Return the template that ``snapshot`` was built with; None as ``template_config``, or
+    without transformers."""
     if template_config(snapshot, store) is None or not is_installed("transformers"):
-        return bytes
-    url, tokenizer = str(snapshot.template_url), str(snapshot.tokenizer_url)
-    return ChatTemplate(tokenizer, store, [url]).without_system
+        return None
+    return ChatTemplate(str(snapshot.tokenizer_url), store, [str(snapshot.template_url)])

@@ -33,7 +33,7 @@ from .scoring import (
     score_models as score_models,
     score_share as score_share,
 )
-from .tasks import read_tasks as read_tasks, score_tasks as score_tasks
+from .tasks import read_tasks as read_tasks, score_tasks as score_tasks, task_rows as task_rows
 from .text_model import (
     AllowedCode as AllowedCode,
     Ranks as Ranks,

@@ -50,6 +50,7 @@ def model_card(
         f"Of {each.held_out_documents} held-out documents {each.found} are among the "
         f"{each.training_documents} of the training snapshot `{each.snapshot_digest[:12]}`; "
         f"{each.overlapping or 0} have at least half of their text there."
+        + "".join(f" Of the {of.rows} rows of task {of.task} {of.found}." for of in each.tasks)
         for each in report.overlaps or ()
     ]
     front = yaml.safe_dump(facts, sort_keys=True, allow_unicode=True)

@@ -13,6 +13,9 @@ Missing evidence counts against the candidate and is listed. The rules:
 - *not evaluated on training data*: every snapshot in the candidate's lineage was compared with the
   held-out documents, and contains none of them. Documents that lie there in large part, such as
   copies with a changed header, are at most ``max_overlap`` of them.
+- *rows of tasks*: likewise at most ``max_overlap`` of each task's rows lie there, as a copy or not.
+- *the same exam*: a snapshot that ``judged_on`` names judges; without that, the one that judged the
+  champion, or another release of its source with the same held-out split.
 - *tasks*: the lower end of each interval is at least what ``min_tasks`` says, and no task's
   interval of candidate − champion (without one: − base) is wholly below −``max_task_regression``.
 - *metrics of user code*, of those that the policy names: the lower end is at least what
@@ -71,13 +74,14 @@ def decide(
     champion: str | None,
     lineage: Mapping[str, str | None],
     judged_on: str = "",
+    judges: Sequence[str] = (),
 ) -> GateDecision:
     """Return the decision on ``report``'s "candidate" under ``policy``, with one entry for every
     check and the policy's digest.
 
     ``champion`` is the name under which the champion was evaluated, None where there is none yet;
     ``lineage`` must have every key of ``LINEAGE``; ``judged_on`` is the URL of the report's
-    snapshot.
+    snapshot; ``judges`` are the digests that may judge where the policy names none, (): any.
     """
     candidate = report.score(CANDIDATE)
     facts = candidate or _NOTHING
@@ -120,6 +124,7 @@ def decide(
             for check, name, value, bound in (
                 (_at_most, "parameters", facts.parameters, policy.max_parameters),
                 (_at_least, "context", facts.context, policy.min_context),
+                (_judged_at_least, "longest row scored", facts.judged_context, policy.min_context),
                 (_at_most, "latency in ms a token", token_ms, policy.max_latency_ms_per_token),
                 (_at_most, "peak memory in bytes", peak_bytes, policy.max_memory_bytes),
                 (_at_least, "tokens a second", throughput, policy.min_tokens_per_second),
@@ -146,7 +151,7 @@ def decide(
             lineage.get("snapshot_digest") or MISSING,
             report.snapshot_digest,
         ),
-        *_may_judge(policy.judged_on, judged_on, report.snapshot_digest),
+        *_may_judge(policy.judged_on, judges, judged_on, report.snapshot_digest),
         *_not_trained_on(report, lineage.get("training_snapshot_digest"), policy.max_overlap),
     ]  # fmt: skip
     return GateDecision(
@@ -156,12 +161,21 @@ def decide(
     )
 
 
-def _may_judge(allowed: Sequence[str], url: str, digest: str) -> list[GateCheck]:
+def _may_judge(
+    allowed: Sequence[str], judges: Sequence[str], url: str, digest: str
+) -> list[GateCheck]:
+    title = "snapshot that may judge"
+    if not allowed and judges:
+        wanted = (
+            f"{judges[0]}, which judged the champion, another one that this installation built of "
+            "its source with its held-out split, or one that the policy names (gate.judged_on)"
+        )
+        return [_check(title, digest in judges, digest, wanted)]
     if not allowed:
         return []
     begins = [f"{each.rstrip('/')}/" for each in allowed]
     passed = digest in allowed or any(f"{url.rstrip('/')}/".startswith(each) for each in begins)
-    return [_check("snapshot that may judge", passed, url or digest, " or ".join(allowed))]
+    return [_check(title, passed, url or digest, " or ".join(allowed))]
 
 
 def _tasks_hold(report: EvaluationReport, policy: Policy, other: str) -> list[GateCheck]:
@@ -246,19 +260,37 @@ def _not_trained_on(
         ),
         _check("held-out documents in the training data", not copies, got or "none", "none"),
         *(_little_overlap(each, most) for each in overlaps),
+        *(
+            _few_rows(task, each, most)
+            for each in overlaps
+            for task in dict.fromkeys(score.task for score in report.tasks)
+        ),
     ]
 
 
 def _little_overlap(overlap: Overlap, most: float) -> GateCheck:
     title = f"held-out documents that overlap with snapshot {overlap.snapshot_digest[:12]}"
+    found, total = overlap.overlapping, overlap.held_out_documents
+    return _small_share(title, found, total, overlap.overlapping_examples, most)
+
+
+def _few_rows(task: str, overlap: Overlap, most: float) -> GateCheck:
+    title = f"rows of task {task} in snapshot {overlap.snapshot_digest[:12]}"
+    for each in overlap.tasks:
+        if each.task == task:
+            return _small_share(title, each.found, each.rows, each.examples, most)
+    return _small_share(title, None, 0, (), most)
+
+
+def _small_share(
+    title: str, found: int | None, total: int, examples: Sequence[str], most: float
+) -> GateCheck:
     wanted = f"at most {most:.1%}"
-    if overlap.overlapping is None:
+    if found is None:
         return _check(title, False, MISSING, wanted)
-    share = overlap.overlapping / max(1, overlap.held_out_documents)
-    more = ", …" if overlap.overlapping > len(overlap.overlapping_examples) else ""
-    examples = f" ({', '.join(overlap.overlapping_examples)}{more})" if overlap.overlapping else ""
-    got = f"{overlap.overlapping} of {overlap.held_out_documents}, {share:.1%}{examples}"
-    return _check(title, share <= most, got, wanted)
+    share = found / max(1, total)
+    named = f" ({', '.join(examples)}{', …' if found > len(examples) else ''})" if found else ""
+    return _check(title, share <= most, f"{found} of {total}, {share:.1%}{named}", wanted)
 
 
 def _no_regression(
@@ -305,6 +337,12 @@ def _traceable(key: str, value: str | None) -> GateCheck:
 def _at_least(name: str, value: float | None, least: float) -> GateCheck:
     good = value is not None and math.isfinite(value) and value >= least
     return _check(name, good, _number(value), f"≥ {_number(least)}")
+
+
+def _judged_at_least(name: str, value: float | None, least: float) -> GateCheck:
+    check = _at_least(name, value, least)
+    do = f": evaluation.context = {least:g}, and held-out documents of as many tokens"
+    return check if check.passed else check.model_copy(update={"wanted": check.wanted + do})
 
 
 def _at_most(name: str, value: float | None, most: float) -> GateCheck:

@@ -20,7 +20,7 @@ from paceline.errors import InvalidInput
 from paceline.evaluation.generation import generate
 from paceline.evaluation.serving import batch_rows
 from paceline.evaluation.text_model import TextModel
-from paceline.evaluation.transformer import threads_an_operation
+from paceline.evaluation.transformer import Predicted, predicted, threads_an_operation
 from paceline.models import TOKENIZER_FILE
 
 MAX_NEW_TOKENS = 256  # as the harness's default; a task's generation_kwargs say otherwise
@@ -91,18 +91,17 @@ class HarnessModel(TemplateLM):  # type: ignore[misc] # the harness is not typed
         lengths = [len(each[2]) for each in requests]
         answers: dict[int, tuple[float, bool]] = {}
 
-        def predict(batch: list[int]) -> dict[int, tuple[float, bool]]:
+        def predict(batch: list[int]) -> Predicted:
             with torch.inference_mode():
-                return {
-                    number: self._answer(logits_TV, rows[number], lengths[number])
-                    for number, logits_TV in zip(
-                        batch, self._logits([rows[each] for each in batch]), strict=True
-                    )
-                }
+                return self._predicted([rows[each] for each in batch])
 
         with threads_an_operation() as cores, ThreadPoolExecutor(cores) as pool:
-            for found in pool.map(predict, batches):
-                answers |= found
+            for batch, found in zip(batches, pool.map(predict, batches), strict=True):
+                for at, number in enumerate(batch):
+                    end = len(rows[number]) - 1  # of its targets, the last of which are the answer
+                    own = slice(end - lengths[number], end)
+                    nats, right = found.nats[at, own].sum(), found.right[at, own].all()
+                    answers[number] = -float(nats), bool(right)
         return [answers[number] for number in range(len(rows))]
 
     def _row(self, context: list[int], continuation: list[int], where: str) -> list[int]:
@@ -121,21 +120,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc] # the harness is not typed
         """Return ``row`` with the token before a text, which a chat template may have written."""
         return row if row[:1] == [self._model.first] else [self._model.first, *row]
 
-    def _logits(self, rows: Sequence[list[int]]) -> torch.Tensor:
-        longest = max(map(len, rows)) - 1
-        inputs_BT = np.full((len(rows), longest), self._model.separator, dtype=np.int64)
+    def _predicted(self, rows: Sequence[list[int]]) -> Predicted:
+        longest = max(map(len, rows))
+        both_BT = np.full((len(rows), longest), self._model.separator, dtype=np.int64)
         for number, row in enumerate(rows):  # padded at the end, where causal attention cannot see
-            inputs_BT[number, : len(row) - 1] = row[:-1]
-        return self._model.forward(torch.from_numpy(inputs_BT)).float()
-
-    @staticmethod
-    def _answer(logits_TV: torch.Tensor, row: list[int], length: int) -> tuple[float, bool]:
-        if not length:
-            return 0.0, True  # the tokenizer gave the continuation no token of its own
-        wanted_N = torch.tensor(row[-length:], device=logits_TV.device)
-        logits_NV = logits_TV[len(row) - 1 - length : len(row) - 1]
-        nats_N = torch.log_softmax(logits_NV, -1).gather(1, wanted_N[:, None])
-        return float(nats_N.sum()), bool((logits_NV.argmax(-1) == wanted_N).all())
+            both_BT[number, : len(row)] = row
+        return predicted(self._model, both_BT[:, :-1].copy(), both_BT[:, 1:].copy())
 
     def generate_until(self, requests: Sequence[Instance], **_: Any) -> list[str]:
         """Return each prompt's greedy continuation up to the first of its stop strings."""

@@ -25,7 +25,11 @@ MAX_CHARACTER = 3  # continuation bytes of UTF-8
 # Documents that are batched together: their figures are then the same, to the bit, whatever other
 # groups are scored beside them, as on several nodes.
 GROUP = 256
-SHORTEST_PREFIX_BYTES = 1024  # below this, fewer documents are taken instead of shorter prefixes
+# Below this, fewer documents are taken instead of shorter prefixes: in bytes, and for longer rows
+# (evaluation.context) in bytes a token, so that some of the prefixes fill a row.
+SHORTEST_PREFIX_BYTES = 1024
+BYTES_PER_TOKEN = 6
+SHORT_ROW = 1024  # tokens
 
 
 @dataclass(frozen=True)
@@ -39,16 +43,18 @@ class HeldOutDocument:
 
 
 def choose_prefixes(
-    documents: Iterable[tuple[str, bytes]], budget_bytes: int
+    documents: Iterable[tuple[str, bytes]], budget_bytes: int, context: int = 0
 ) -> list[HeldOutDocument]:
-    """Return prefixes of as many documents as sensible, at most ``budget_bytes`` together.
+    """Return prefixes of as many documents as sensible, at most ``budget_bytes`` together: of fewer
+    and longer ones for rows of a ``context`` over SHORT_ROW.
 
     Raises InvalidSnapshot where no document has any bytes.
     """
     whole = sorted((path, text) for path, text in documents if text)
     if not whole:
         raise InvalidSnapshot("nothing is held out", got="no bytes", wanted="a held-out split")
-    most = max(1, budget_bytes // SHORTEST_PREFIX_BYTES)
+    shortest = BYTES_PER_TOKEN * context if context > SHORT_ROW else SHORTEST_PREFIX_BYTES
+    most = max(1, budget_bytes // shortest)
     if len(whole) > most:
         whole = sorted(sorted(whole, key=_draw)[:most])
     cap = _water_level([len(text) for _, text in whole], budget_bytes)
@@ -88,7 +94,12 @@ def joined(parts: Sequence[RecordedScore]) -> RecordedScore:
     assert not any(rest), "each part has its groups in turn"
     tokens = sum(int(str(each.facts["tokens"])) for each in parts)
     of_parts = np.array([each.facts["calibration"] for each in parts], dtype=np.int64)
-    facts = parts[0].facts | {"tokens": tokens, "calibration": of_parts.sum(0).tolist()}
+    longest = max(int(str(each.facts["judged_context"])) for each in parts)
+    facts = parts[0].facts | {
+        "tokens": tokens,
+        "calibration": of_parts.sum(0).tolist(),
+        "judged_context": longest,
+    }
     return parts[0].model_copy(update={"bits": tuple(bits), "facts": facts})
 
 

@@ -9,34 +9,43 @@ because single shingles (licences, imports) are shared by documents that are not
 with too few shingles overlaps when it equals a training text but for case, punctuation, white space
 and a conversation's system message.
 
+*Rows of tasks* (prompt and right answer, also as the training's chat template writes them) are
+found likewise, but for what several rows of a task share, such as an instruction: its training
+split has that too. A row with too few shingles is found where all its runs of 16 bytes occur.
+
 The training split is read shard by shard, once, in linear time: about 20 MB/s of a core. Memory
-holds one shard, 32 bytes a held-out document and 12 a shingle; at most ``MAX_SHINGLES`` of them,
-beyond which they are sampled by their hash, the same on both sides.
+holds one shard, 32 bytes a held-out document and 12 a shingle; at most ``MAX_SHINGLES`` of them
+(of tasks: as many again), beyond which they are sampled by their hash, the same on both sides.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data import (
     WHITE_SPACE,
+    ChatTemplate,
     ShardCache,
     Snapshot,
+    Tokenizer,
     content_digest,
-    system_remover,
+    snapshot_template,
     tokenizer_of,
 )
-from paceline.errors import CorruptData
-from paceline.schemas import Overlap
+from paceline.errors import CorruptData, InvalidInput
+from paceline.schemas import Overlap, TaskOverlap
 from paceline.storage import ObjectStore
 
 EXAMPLES = 5
 SHINGLE_BYTES = 50
+SHORT_SHINGLE_BYTES = 16  # of a task's row that is too short for the others
 OVERLAP_SHARE = 0.5  # of a document's shingles
 MIN_SHINGLES = 32  # of a document; a share of fewer says little
 MIN_FOLDED = 20  # characters of a document that is compared as folded: "Yes." is no copy of "yes"
@@ -51,6 +60,7 @@ _LOOSE = re.compile(
 _SPACE = re.compile(r" (?=[^\w ])|(?<=[^\w ]) ")
 
 Hashes = NDArray[np.uint64]
+Rows = Mapping[str, Sequence[tuple[str, str]]]  # of each task: prompt, and answer as it follows
 
 
 def find_overlap(
@@ -62,9 +72,11 @@ def find_overlap(
     quarantined: Sequence[str] = (),
     answers: Mapping[str, bytes] | None = None,
     without_system: Callable[[bytes], bytes] = bytes,
+    tasks: Rows = MappingProxyType({}),
     on_progress: Callable[[float], None] = lambda _fraction: None,
 ) -> Overlap:
-    """Return how many of ``held_out`` (key, text) are in the training split of ``training``.
+    """Return how many of ``held_out`` (key, text), and of the rows of each of ``tasks``, are in the
+    training split of ``training``.
 
     Shards in ``quarantined`` were not used in training and are left out; any other unreadable shard
     raises CorruptData. Samples of a tokenised snapshot are compared as the text that their tokens
@@ -72,25 +84,20 @@ def find_overlap(
     share a system prompt, which says nothing; ``without_system`` removes it from the text of one.
     """
     tokenizer = tokenizer_of(training, store)
-    keys: dict[bytes, list[str]] = {}
-    short = _ShortTexts()
+    template = snapshot_template(training, store)
+    whole = _Copies(tokenizer)
     texts: list[tuple[str, bytes]] = []
     for key, text in held_out:
         if not text.strip():
             continue  # nothing to predict, and equal for every sample without text
-        (tokens,) = tokenizer.encode([text])
-        # What the tokenizer drops (case, rare letters) is missing on both sides. A string: the
-        # tokenizer fails, so no shard has this text.
-        seen = text if isinstance(tokens, str) else tokenizer.text(tokens)
-        texts.append((key, seen))
-        if not _has_shingles(seen if answers is None else answers[key]):
-            short.add(key, without_system(seen))
-        for digest in {content_digest(text), content_digest(seen)}:
-            keys.setdefault(digest, []).append(key)
-    left = {key for found in keys.values() for key in found}
-    examples: list[str] = []
+        seen = whole.add(key, text)
+        texts.append((key, seen if answers is None else answers[key]))
+        if not _has_shingles(texts[-1][1]):
+            whole.short.add(key, without_system(seen))
+    shingles = _Shingles(texts)
+    of_tasks = {task: _TaskRows(rows, tokenizer, template) for task, rows in tasks.items()}
     shards = [each for each in training.of_split("train") if each.sha256 not in set(quarantined)]
-    bare = system_remover(training, store)
+    bare = bytes if template is None else template.without_system
 
     def training_texts() -> Iterator[bytes]:
         for number, (_, samples) in enumerate(cache.opened(shards), start=1):
@@ -98,30 +105,105 @@ def find_overlap(
                 raise samples
             for i in range(len(samples)):
                 for text in map(tokenizer.text, samples.sides(i)):
-                    for key in keys.get(content_digest(text), ()):
-                        if key in left:
-                            left.remove(key)
-                            examples.append(f"{key} = {samples.key(i)}")
-                    short.look_for(bare(text))
+                    digest, said = content_digest(text), bare(text)
+                    for each in (whole, *(rows.whole for rows in of_tasks.values())):
+                        each.look_for(digest, said, samples.key(i))
                     yield text
             on_progress(number / len(shards))
 
-    if answers is not None:
-        texts = [(key, answers[key]) for key, _ in texts]
-    shingles = _Shingles(texts)
     with ShardCache(training, store, cache_dir) as cache:
-        shingles.look_for(training_texts())
-    near = [(key, share) for key, share in shingles.shares() if share >= OVERLAP_SHARE]
-    near += [(key, 1.0) for key in short.found if key in left]  # others are copies
+        sought = [shingles, *(each for rows in of_tasks.values() for each in rows.shingles)]
+        _look_for(sought, training_texts())
+    near = [(key, share) for key, share in shingles.shares(MIN_SHINGLES) if share >= OVERLAP_SHARE]
+    near += [(key, 1.0) for key in whole.short.found if key in whole.left]  # others are copies
     return Overlap(
         snapshot_digest=training.digest,
         held_out_documents=len(texts),
         training_documents=sum(each.documents for each in shards),
-        found=len(examples),
-        examples=tuple(examples[:EXAMPLES]),
+        found=len(whole.examples),
+        examples=tuple(whole.examples[:EXAMPLES]),
         overlapping=len(near),
         overlapping_examples=tuple(f"{key} {share:.0%}" for key, share in near[:EXAMPLES]),
+        tasks=tuple(rows.overlap(task) for task, rows in of_tasks.items()),
     )
+
+
+class _Copies:
+    """Documents by their whole text, and which of them are training texts."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._keys: dict[bytes, list[str]] = {}
+        self.left: set[str] = set()  # not found
+        self.examples: list[str] = []  # found
+        self.short = _ShortTexts()
+
+    def add(self, key: str, text: bytes) -> bytes:
+        """Return ``text`` as it would be in the training data: what the tokenizer drops (case, rare
+        letters) is missing on both sides."""
+        (tokens,) = self._tokenizer.encode([text])
+        # A string: the tokenizer fails, so no shard has this text.
+        seen = text if isinstance(tokens, str) else self._tokenizer.text(tokens)
+        for digest in {content_digest(text), content_digest(seen)}:
+            self._keys.setdefault(digest, []).append(key)
+        self.left.add(key)
+        return seen
+
+    def look_for(self, digest: bytes, said: bytes, where: str) -> None:
+        """Mark the documents that equal the sample ``where`` (its digest, and what is said)."""
+        for key in self._keys.get(digest, ()):
+            if key in self.left:
+                self.left.remove(key)
+                self.examples.append(f"{key} = {where}")
+        self.short.look_for(said)
+
+
+class _TaskRows:
+    """The rows of a task, and which of them were found."""
+
+    def __init__(
+        self,
+        rows: Sequence[tuple[str, str]],
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+    ) -> None:
+        self.whole = _Copies(tokenizer)
+        long: list[tuple[str, bytes]] = []
+        short: list[tuple[str, bytes]] = []
+        for number, (prompt, answer) in enumerate(rows):
+            for text in _renderings(prompt, answer, template):
+                seen = self.whole.add(key := f"row {number}", text)
+                (long if _has_shingles(seen) else short).append((key, seen))
+        for key, seen in short:
+            self.whole.short.add(key, seen)
+        self._rows, self._short = len(rows), _Shingles(short, SHORT_SHINGLE_BYTES, own=True)
+        self._long = _Shingles(long, own=True)
+        self.shingles = (self._long, self._short)
+
+    def overlap(self, task: str) -> TaskOverlap:
+        found = {each.partition(" =")[0]: each for each in self.whole.examples}
+        near = [each for each in self._long.shares() if each[1] >= OVERLAP_SHARE]
+        near += [each for each in self._short.shares() if each[1] == 1]
+        near += [(key, 1.0) for key in self.whole.short.found]
+        for key, share in near:
+            found.setdefault(key, f"{key} {share:.0%}")
+        return TaskOverlap(
+            task=task,
+            rows=self._rows,
+            found=len(found),
+            examples=tuple(found.values())[:EXAMPLES],
+        )
+
+
+def _renderings(prompt: str, answer: str, template: ChatTemplate | None) -> list[bytes]:
+    """Return a row as plain text, and as a conversation without its system message."""
+    texts = [f"{prompt}{answer}".encode()]
+    if template is not None:
+        said = (("user", prompt), ("assistant", answer.strip()))
+        messages = [{"role": role, "content": text} for role, text in said]
+        with contextlib.suppress(InvalidInput):  # of a template that refuses such a message
+            texts.append(template.without_system(template.text_of(messages).encode()))
+    return [each for each in texts if each.strip()]
 
 
 class _ShortTexts:
@@ -155,51 +237,82 @@ def _has_shingles(text: bytes) -> bool:
 
 
 class _Shingles:
-    """The shingles of documents, and which of them were found in other text."""
+    """The shingles of documents, and which of them were found in other text; ``own``: without those
+    that documents of two keys share."""
 
-    def __init__(self, documents: Sequence[tuple[str, bytes]]) -> None:
+    def __init__(
+        self,
+        documents: Sequence[tuple[str, bytes]],
+        width: int = SHINGLE_BYTES,
+        *,
+        own: bool = False,
+    ) -> None:
         total = sum(len(text) for _, text in documents)
-        self._step = np.uint64(1)
+        self.width, self._step = width, np.uint64(1)
         while total > MAX_SHINGLES * int(self._step):
             self._step *= np.uint64(2)
         each = [
-            (key, _distinct(np.concatenate([_NONE, *self._hashes([text])])))
+            (key, _distinct(np.concatenate([_NONE, *map(self._sampled, self._hashes(text))])))
             for key, text in documents
         ]
+        if own:
+            by_key: dict[str, list[Hashes]] = {}
+            for key, found in each:
+                by_key.setdefault(key, [_NONE]).append(found)
+            owned = [_NONE, *(_distinct(np.concatenate(found)) for found in by_key.values())]
+            ordered = np.sort(np.concatenate(owned))
+            shared = ordered[1:][ordered[1:] == ordered[:-1]]
+            each = [(key, found[~np.isin(found, shared)]) for key, found in each]
         self._every = _distinct(np.concatenate([_NONE, *(found for _, found in each)]))
         self._places = [
             (key, np.searchsorted(self._every, found).astype(np.int32)) for key, found in each
         ]
         self._found = np.zeros(len(self._every), dtype=bool)
         # A table by the hashes' upper bits: a search among millions takes 20 times as long.
-        self._filter = np.zeros(1 << _FILTER_BITS, dtype=bool)
-        self._filter[self._every >> _FILTER_SHIFT] = True
+        bits = min(_FILTER_BITS, len(self._every).bit_length() + 4)
+        self._shift = np.uint64(64 - bits)
+        self._filter = np.zeros(1 << bits, dtype=bool)
+        self._filter[self._every >> self._shift] = True
 
-    def look_for(self, texts: Iterable[bytes]) -> None:
-        """Mark every shingle that occurs in one of ``texts``."""
-        for hashes in self._hashes(texts):
-            some = hashes[self._filter[hashes >> _FILTER_SHIFT]]
-            places = np.minimum(np.searchsorted(self._every, some), len(self._every) - 1)
-            self._found[places[self._every[places] == some]] = True
+    def __len__(self) -> int:
+        return len(self._every)
 
-    def shares(self) -> Iterator[tuple[str, float]]:
-        """Yield each document that has enough shingles, and the share of them that was found."""
+    def mark(self, hashes: Hashes) -> None:
+        """Mark every shingle that is among ``hashes``."""
+        hashes = self._sampled(hashes)
+        some = hashes[self._filter[hashes >> self._shift]]
+        places = np.minimum(np.searchsorted(self._every, some), len(self._every) - 1)
+        self._found[places[self._every[places] == some]] = True
+
+    def shares(self, least: int = 1) -> Iterator[tuple[str, float]]:
+        """Yield each document that has ``least`` shingles, and the share of them that was found."""
         for key, places in self._places:
-            if len(places) >= MIN_SHINGLES:
+            if len(places) >= least:
                 yield key, float(self._found[places].mean())
 
-    def _hashes(self, texts: Iterable[bytes]) -> Iterator[Hashes]:
-        for block in _blocks(texts):
-            hashes = _shingle_hashes(block)
-            yield hashes if self._step == 1 else hashes[hashes & (self._step - np.uint64(1)) == 0]
+    def _hashes(self, text: bytes) -> Iterator[Hashes]:
+        return (_shingle_hashes(block, self.width) for block in _blocks([text], end=b""))
+
+    def _sampled(self, hashes: Hashes) -> Hashes:
+        return hashes if self._step == 1 else hashes[hashes & (self._step - np.uint64(1)) == 0]
 
 
-def _blocks(texts: Iterable[bytes]) -> Iterator[bytes]:
+def _look_for(sought: Sequence[_Shingles], texts: Iterable[bytes]) -> None:
+    """Mark all shingles of ``sought`` that occur in one of ``texts``, which are read once."""
+    for block in _blocks(texts):
+        for width in {each.width for each in sought if len(each)}:
+            hashes = _shingle_hashes(block, width)
+            for each in sought:
+                if len(each) and each.width == width:
+                    each.mark(hashes)
+
+
+def _blocks(texts: Iterable[bytes], end: bytes = b"\n") -> Iterator[bytes]:
     """Yield the texts without white space, one after the other, in blocks that overlap by a
-    shingle. Each ends with a line feed: no shingle of one document reaches into the next."""
+    shingle. Each ends with ``end``: no shingle of one document reaches into the next."""
     held = bytearray()
     for text in texts:
-        held += text.translate(_LOWER, WHITE_SPACE) + b"\n"
+        held += text.translate(_LOWER, WHITE_SPACE) + end
         while len(held) >= _BLOCK_BYTES + SHINGLE_BYTES:
             yield bytes(held[: _BLOCK_BYTES + SHINGLE_BYTES - 1])
             del held[:_BLOCK_BYTES]
@@ -221,7 +334,6 @@ _VALUES: Hashes = np.random.default_rng(50).integers(0, 2**64, 256, dtype=np.uin
 _BASE = 0x9E3779B97F4A7C15
 _MIX = np.uint64(0xBF58476D1CE4E5B9)
 _NONE: Hashes = np.zeros(0, dtype=np.uint64)
-_FILTER_SHIFT = np.uint64(64 - _FILTER_BITS)
 
 
 def _powers(base: int) -> Hashes:
@@ -233,13 +345,13 @@ def _powers(base: int) -> Hashes:
 _POWERS, _INVERSES = _powers(_BASE), _powers(pow(_BASE, -1, 2**64))
 
 
-def _shingle_hashes(text: bytes) -> Hashes:
-    """Return the hash of each run of ``SHINGLE_BYTES`` in ``text``, of at most a block."""
-    if len(text) < SHINGLE_BYTES:
+def _shingle_hashes(text: bytes, width: int) -> Hashes:
+    """Return the hash of each run of ``width`` bytes in ``text``, of at most a block."""
+    if len(text) < width:
         return _NONE
     sums = np.cumsum(_VALUES[np.frombuffer(text, dtype=np.uint8)] * _POWERS[: len(text)])
-    hashes = sums[SHINGLE_BYTES - 1 :].copy()
-    hashes[1:] -= sums[:-SHINGLE_BYTES]
+    hashes = sums[width - 1 :].copy()
+    hashes[1:] -= sums[:-width]
     hashes *= _INVERSES[: len(hashes)]
     hashes ^= hashes >> np.uint64(29)
     hashes *= _MIX

@@ -61,6 +61,11 @@ def as_markdown(report: EvaluationReport) -> str:
         f"of {'–' if each.overlapping is None else each.overlapping} at least half the text is."
         for each in report.overlaps or ()
     ]
+    lines += [
+        f"\nOf the {rows.rows} rows of task {rows.task} {rows.found} are there."
+        for each in report.overlaps or ()
+        for rows in each.tasks
+    ]
     lines += _of_tokens(report)
     lines += _serving(report)
     lines += _gains(report)

@@ -35,7 +35,7 @@ from paceline.data import (
     Tokenizer,
     documents,
     load_snapshot,
-    system_remover,
+    snapshot_template,
     tokenizer_of,
 )
 from paceline.errors import CorruptData, InvalidInput, PacelineError, PermanentError, SourceMissing
@@ -46,9 +46,9 @@ from paceline.evaluation.held_out import (
     choose_prefixes,
     share_of,
 )
-from paceline.evaluation.overlap import find_overlap
+from paceline.evaluation.overlap import Rows, find_overlap
 from paceline.evaluation.scoring import score_models, score_share
-from paceline.evaluation.tasks import Figures, score_tasks
+from paceline.evaluation.tasks import Figures, score_tasks, task_rows
 from paceline.evaluation.text_model import AllowedCode, Ranks
 from paceline.evaluation.user_code import with_metrics
 from paceline.manifest import directory_name, fetch_manifest, verify_directory
@@ -80,9 +80,8 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
     cache_dir = runtime.state_dir / "cache"
     scratch_dir = runtime.state_dir / "work"
     snapshot = _snapshot(spec.snapshot_url, spec.snapshot_digest, store)
-    budget = spec.settings.held_out_bytes
     tokenizer = tokenizer_of(snapshot, store)
-    held_out, read, answers = _held_out(snapshot, tokenizer, store, cache_dir, budget)
+    held_out, read, answers = _held_out(snapshot, tokenizer, store, cache_dir, spec.settings)
 
     def on_scored(subject: str, bits_D: NDArray[np.float64], facts: Mapping[str, Any]) -> None:
         if spec.scorer and len(bits_D) <= MOST_RECORDED:
@@ -94,9 +93,10 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
             _emit("score", _record(of_metric, subject, figures_D, {}))
 
     def overlaps_found() -> tuple[Overlap, ...]:
-        bare = system_remover(snapshot, store) if spec.trained_on else bytes
+        template = snapshot_template(snapshot, store) if spec.trained_on else None
+        bare = bytes if template is None else template.without_system
         return tuple(
-            _overlap(each, read, answers, bare, store, cache_dir) for each in spec.trained_on
+            _overlap(each, read, answers, bare, rows, store, cache_dir) for each in spec.trained_on
         )
 
     overlaps: list[Future[tuple[Overlap, ...]]] = []
@@ -107,8 +107,10 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
         models = {name: _local(name, at, store, scratch) for name, at in spec.models.items()}
         if spec.share is not None:
             part = share_of(held_out, *spec.share)
-            score_share(models, part, tokenizer, on_scored, _progress, allowed)
+            score_share(models, part, tokenizer, on_scored, _progress, spec.settings, allowed)
             return None
+        tasks = _tasks_directory(spec, store, scratch) if spec.tasks_url else None
+        rows = task_rows(tasks, scratch) if tasks and spec.trained_on else {}
         report = score_models(
             models,
             held_out,
@@ -127,8 +129,8 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
             on_models_scored=lambda: overlaps.append(beside.submit(overlaps_found)),
             failed=spec.failures,
         )
-        if spec.tasks_url:
-            report = _with_tasks(report, spec, models, store, scratch, allowed)
+        if tasks:
+            report = _with_tasks(report, spec, models, tasks, scratch, allowed)
         if spec.settings.metrics:
             report = with_metrics(
                 report,
@@ -216,8 +218,7 @@ def _score_on_ranks(
     store, cache_dir = open_store(runtime), runtime.state_dir / "cache"
     snapshot = _snapshot(spec.snapshot_url, spec.snapshot_digest, store)
     tokenizer = tokenizer_of(snapshot, store)
-    budget = spec.settings.held_out_bytes
-    held_out, _, _ = _held_out(snapshot, tokenizer, store, cache_dir, budget)
+    held_out, _, _ = _held_out(snapshot, tokenizer, store, cache_dir, spec.settings)
     if len(held_out) > MOST_ON_RANKS:
         raise InvalidInput(
             "more held-out documents than ranks report",
@@ -250,6 +251,7 @@ def _score_on_ranks(
         tokenizer,
         lambda *scored: emit("score", _record(spec, *scored)),
         lambda fraction, message: emit("step", {"fraction": fraction, "message": message}),
+        spec.settings,
         ranks=ranks,
         known=[each.subject for each in spec.known],
         on_failed=on_failed,
@@ -283,7 +285,7 @@ def compare(
     the simple baselines, in this process: nothing is recorded, or compared with training data."""
     snapshot = load_snapshot(snapshot_url, store)
     tokenizer = tokenizer_of(snapshot, store)
-    held_out, _, _ = _held_out(snapshot, tokenizer, store, cache_dir, settings.held_out_bytes)
+    held_out, _, _ = _held_out(snapshot, tokenizer, store, cache_dir, settings)
     report = score_models(
         models,
         held_out,
@@ -301,11 +303,15 @@ def compare(
 
 
 def _held_out(
-    snapshot: Snapshot, tokenizer: Tokenizer, store: ObjectStore, cache_dir: Path, budget: int
+    snapshot: Snapshot,
+    tokenizer: Tokenizer,
+    store: ObjectStore,
+    cache_dir: Path,
+    settings: EvaluationSettings,
 ) -> tuple[list[HeldOutDocument], list[tuple[str, bytes]], dict[str, bytes] | None]:
     """Return the documents to score, what was read (path, text), and of conversations what
     assistants say in each."""
-    masked = snapshot.is_masked
+    masked, budget = snapshot.is_masked, settings.held_out_bytes
     most, text_of = HELD_OUT_READ_FACTOR * budget, tokenizer.text if masked else None
     found = list(documents(snapshot, "held-out", store, cache_dir, most, text_of=text_of))
     read = [
@@ -315,7 +321,7 @@ def _held_out(
     if masked:
         answers = {each.path: each.text for each in found}
         return choose_conversations(found, budget), read, answers
-    return choose_prefixes(read, budget), read, None
+    return choose_prefixes(read, budget, settings.context), read, None
 
 
 def _training_texts(
@@ -329,22 +335,13 @@ def _with_tasks(
     report: EvaluationReport,
     spec: EvaluationSpec,
     models: dict[str, Path],
-    store: ObjectStore,
+    directory: Path,
     scratch: Path,
     allowed: AllowedCode,
 ) -> EvaluationReport:
-    """Return ``report`` with the tasks' scores, of every model that could be scored."""
+    """Return ``report`` with the scores on the tasks in ``directory``, of every model that could be
+    scored."""
     began = time.monotonic()
-    manifest = fetch_manifest(spec.tasks_url, store)
-    if manifest.digest != spec.tasks_digest:
-        raise CorruptData(
-            "these are not the tasks that were asked for",
-            got=manifest.digest,
-            wanted=spec.tasks_digest,
-            where=spec.tasks_url,
-        )
-    directory = download_model(spec.tasks_url, scratch / "tasks", store)
-    verify_directory(directory, manifest)
     of_tasks = spec.model_copy(update={"snapshot_digest": spec.tasks_scored})
 
     def on_scored(subject: str, figures: Figures) -> None:
@@ -370,11 +367,26 @@ def _with_tasks(
     return report.model_copy(
         update={
             "tasks": scored,
-            "tasks_digest": manifest.digest,
+            "tasks_digest": spec.tasks_digest,
             "tasks_as_chat": spec.settings.tasks_as_chat,
             "seconds": seconds,
         }
     )
+
+
+def _tasks_directory(spec: EvaluationSpec, store: ObjectStore, scratch: Path) -> Path:
+    """Return a directory with the spec's tasks, downloaded and verified."""
+    manifest = fetch_manifest(spec.tasks_url, store)
+    if manifest.digest != spec.tasks_digest:
+        raise CorruptData(
+            "these are not the tasks that were asked for",
+            got=manifest.digest,
+            wanted=spec.tasks_digest,
+            where=spec.tasks_url,
+        )
+    directory = download_model(spec.tasks_url, scratch / "tasks", store)
+    verify_directory(directory, manifest)
+    return directory
 
 
 def _snapshot(url: str, digest: str, store: ObjectStore) -> Snapshot:
@@ -394,10 +406,12 @@ def _overlap(
     held_out: list[tuple[str, bytes]],
     answers: dict[str, bytes] | None,
     without_system: Callable[[bytes], bytes],
+    tasks: Rows,
     store: ObjectStore,
     cache_dir: Path,
 ) -> Overlap:
-    """Return how many of ``held_out`` are in the snapshot ``trained_on``."""
+    """Return how many of ``held_out``, and of the rows of ``tasks``, are in the snapshot
+    ``trained_on``."""
     return find_overlap(
         held_out,
         _snapshot(trained_on.snapshot_url, trained_on.snapshot_digest, store),
@@ -406,6 +420,7 @@ def _overlap(
         quarantined=trained_on.quarantined_shards,
         answers=answers,
         without_system=without_system,
+        tasks=tasks,
         on_progress=lambda fraction: _progress(0.98, f"training data compared: {fraction:.0%}"),
     )
 

@@ -163,7 +163,10 @@ def score_models(
             on_progress(0.9 * (number + fraction) / len(models), f"{name}: {fraction:.0%}")
 
         def score(directory: Path = directory) -> tuple[Reals, Mapping[str, Any]]:
-            return score_transformer(directory, held_out, show, tokenizer, allowed).split()
+            scored = score_transformer(
+                directory, held_out, show, tokenizer, allowed, settings=settings
+            )
+            return scored.split()
 
         try:
             found = once(local_model_digest(directory), score)
@@ -206,6 +209,7 @@ def score_share(
     tokenizer: Tokenizer,
     on_scored: OnScored,
     on_progress: OnProgress,
+    settings: EvaluationSettings,
     allowed: AllowedCode | None = None,
     ranks: Ranks | None = None,
     known: Sequence[str] = (),
@@ -227,7 +231,9 @@ def score_share(
             subject = _agreed_digest(directory, ranks)
             if subject in done:
                 continue
-            scored = score_transformer(directory, held_out, show, tokenizer, allowed, ranks)
+            scored = score_transformer(
+                directory, held_out, show, tokenizer, allowed, ranks, settings
+            )
             done.add(subject)
         except PermanentError as error:
             log.warning("not scored model=%s: %s", name, error.one_line())

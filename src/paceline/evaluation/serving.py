@@ -32,12 +32,13 @@ _PROCESS = Path("/proc/self")
 
 
 def measure_serving(
-    open_model: Callable[[], TextModel], ranks: Ranks | None = None
+    open_model: Callable[[], TextModel], ranks: Ranks | None = None, batch: int = 0
 ) -> tuple[TextModel, Serving]:
     """Return the model that ``open_model`` opens, and what it costs to serve it.
 
-    A row has the context's length; the last of its tokens are also decoded one by one. A batch has
-    up to BATCH_ROWS of them. On ``ranks`` all answer the same rows, each by its part of the
+    A row has the context's length; the last of its tokens are also decoded one by one. ``batch`` is
+    how many of them a batch has (0: up to BATCH_ROWS; fewer of user code where logits are too
+    large). On ``ranks`` all answer the same rows, each by its part of the
     weights: times are this rank's, memory is that of all of them together. Memory is not known
     (None) where the kernel does not let a process reset its peak.
     """
@@ -46,16 +47,19 @@ def measure_serving(
     resets = _reset_peak()
     model = open_model()
     row = [model.separator] * model.context
+    fitting = batch_rows(model)
     on_gpu = model.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(model.device)
 
     def forward_ms(rows: int, runs: int) -> float:
         found = []
+        step = max(1, model.piece * min(rows, fitting) // rows)
         with torch.inference_mode():
             for _ in range(runs):
                 began = time.perf_counter()
-                model.forward(torch.tensor([row] * rows))
+                for _ in model.pieces(torch.tensor([row] * rows), step=step):
+                    pass
                 if on_gpu:
                     torch.cuda.synchronize(model.device)
                 found.append(1000 * (time.perf_counter() - began))
@@ -73,7 +77,8 @@ def measure_serving(
         known, total = ranks.everyone([peak_bytes is not None, peak_bytes or 0])
         count = int(ranks.everyone([1])[0])
         peak_bytes = int(total) if known == count else None
-    rows = min(BATCH_ROWS, batch_rows(model))
+    whole = isinstance(model.network, UserModel)
+    rows = min(batch or BATCH_ROWS, fitting) if whole or not batch else batch
     serving = Serving(
         machine=platform.node(),
         cpu=processor()[0],
@@ -93,7 +98,7 @@ def measure_serving(
 
 def batch_rows(model: TextModel) -> int:
     """Return how many rows of a whole context are predicted at once, by each thread."""
-    row_bytes = 4 * model.vocabulary * model.context
+    row_bytes = 4 * model.vocabulary * model.piece
     most = TOKENS_PER_BATCH[model.device.type] // model.context
     return max(1, min(most, LOGITS_BYTES // (4 * row_bytes)))
 

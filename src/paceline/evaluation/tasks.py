@@ -8,9 +8,10 @@ are compared document by document.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -169,7 +170,7 @@ def score_tasks(
     for number, (name, where) in enumerate(models.items()):
         if (subject := local_model_digest(where)) not in done:  # base and champion are often one
             on_progress(number / len(models), f"{name}: {len(configs)} tasks")
-            model = TextModel.open(where, allowed=allowed)
+            model = TextModel.open(where, allowed=allowed, context=settings.context)
             done[subject] = _figures(configs, model, scratch, as_chat=settings.tasks_as_chat)
             on_scored(subject, done[subject])
         for task, by_metric in done[subject].items():
@@ -181,19 +182,42 @@ def score_tasks(
     )
 
 
-def _figures(
-    configs: Sequence[Mapping[str, Any]], model: TextModel, scratch: Path, *, as_chat: bool
-) -> Figures:
+def task_rows(directory: Path, scratch: Path) -> dict[str, list[tuple[str, str]]]:
+    """Return each row that a task in ``directory`` is scored on, once: the prompt, and the right
+    answer as it follows, without shots. Raises as ``score_tasks``."""
+    require_extras("eval")
+    configs = read_tasks(directory)
+    with _harness(configs, scratch) as manager:
+        found = manager.load([dict(each) for each in configs])["tasks"]
+        return {
+            name: list(dict.fromkeys(_row(task, row) for row in task.eval_docs))
+            for name, task in sorted(found.items())
+        }
+
+
+def _row(task: Any, row: Mapping[str, Any]) -> tuple[str, str]:
+    prompt, target = task.doc_to_text(row), task.doc_to_target(row)
+    choices = task.doc_to_choice(row) if task.config.doc_to_choice is not None else []
+    right = target[0] if isinstance(target, list) and target else target  # of several
+
+    def said(each: object) -> str:
+        return str(choices[each] if isinstance(each, int) and each < len(choices) else each)
+
+    return said(prompt), f"{task.config.target_delimiter}{said(right)}"
+
+
+@contextlib.contextmanager
+def _harness(configs: Sequence[Mapping[str, Any]], scratch: Path) -> Iterator[Any]:
+    """Yield the harness's TaskManager, offline and with Jinja's sandbox; what it raises about
+    ``configs`` is raised as InvalidInput."""
     os.environ |= {  # before the harness is imported
         "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(scratch),
         "HF_DATASETS_CACHE": str(scratch), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "TQDM_DISABLE": "1",
     }  # fmt: skip
     from jinja2.sandbox import ImmutableSandboxedEnvironment
-    from lm_eval import evaluator, utils
+    from lm_eval import utils
     from lm_eval.tasks import TaskManager
-
-    from paceline.evaluation.harness import HarnessModel
 
     sandbox = ImmutableSandboxedEnvironment(
         undefined=utils.env.undefined, keep_trailing_newline=utils.env.keep_trailing_newline
@@ -201,14 +225,7 @@ def _figures(
     sandbox.filters = utils.env.filters
     utils.env = sandbox
     try:
-        found = evaluator.simple_evaluate(
-            HarnessModel(model, as_chat=as_chat),
-            apply_chat_template=as_chat,
-            tasks=[dict(each) for each in configs],
-            task_manager=TaskManager(include_defaults=False),
-            bootstrap_iters=0,
-            log_samples=True,
-        )
+        yield TaskManager(include_defaults=False)
     except PacelineError:
         raise
     except Exception as error:  # of a template, a column that is not there, …
@@ -217,6 +234,24 @@ def _figures(
             got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300],
             where=", ".join(each["task"] for each in configs),
         ) from error
+
+
+def _figures(
+    configs: Sequence[Mapping[str, Any]], model: TextModel, scratch: Path, *, as_chat: bool
+) -> Figures:
+    with _harness(configs, scratch) as manager:
+        from lm_eval import evaluator
+
+        from paceline.evaluation.harness import HarnessModel
+
+        found = evaluator.simple_evaluate(
+            HarnessModel(model, as_chat=as_chat),
+            apply_chat_template=as_chat,
+            tasks=[dict(each) for each in configs],
+            task_manager=manager,
+            bootstrap_iters=0,
+            log_samples=True,
+        )
     figures: dict[str, dict[str, list[float]]] = {}
     for task, samples in found["samples"].items():
         for each in sorted(samples, key=lambda sample: sample["doc_id"]):

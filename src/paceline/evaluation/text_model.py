@@ -32,7 +32,7 @@ from paceline.models import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
     from torch import Tensor
@@ -45,7 +45,10 @@ log = logging.getLogger(__name__)
 
 Tokens = NDArray[np.int64]
 
-MAX_CONTEXT = 1024  # tokens of a row of a model of others: theirs may be a million
+# Tokens that a model predicts at once: a longer row is read piece by piece, with keys and values of
+# the pieces before kept, so that logits take no more memory than those of a piece.
+PIECE = 1024
+WHOLE_BYTES = 512 * 1024 * 1024  # of a longer row's logits, where a model predicts rows whole
 FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 GPU_MARGIN_BYTES = 2 * 1024**3  # beside the weights: activations, logits, the libraries' buffers
 CHILD = "paceline.training.user_code.next_tokens"  # by its name: no layer below imports training
@@ -129,6 +132,7 @@ class TextModel:
     first: int  # before a text's first token: the tokenizer's BOS, or the separator, as in training
     separator: int  # after a document's last token
     context: int  # tokens of a row
+    piece: int  # of these, that are predicted at once
     longest_context: int  # that the model was made for
     parameters: int
     dtype: str  # of the files
@@ -141,10 +145,13 @@ class TextModel:
         device: torch.device | None = None,
         allowed: AllowedCode | None = None,
         ranks: Ranks | None = None,
+        context: int = 0,
     ) -> TextModel:
         """Return the model in ``directory``, on ``device`` (default: ``device_for``), or this
-        rank's part of it.
+        rank's part of it, for rows of ``context`` tokens (0: of its own context).
 
+        Rows of a model that predicts them whole (user code, rotary positions that depend on the
+        row's length) are at most as long as WHOLE_BYTES of logits.
         ``of_the_data`` is for a model of ours that was trained with this tokenizer and has no copy.
         A user's module runs in a process of its own, by code that is ``allowed`` (None: refused).
         Raises InvalidInput where the model is not in safetensors, or its tokenizer is not here or
@@ -157,21 +164,21 @@ class TextModel:
         if (of_user := read_user_code(directory)) is not None:
             assert ranks is None, "user code runs in a process of its own"
             tokenizer = own or open_tokenizer("bytes")
-            return cls._of_user(directory, of_user, tokenizer, device, allowed)
+            return cls._of_user(directory, of_user, tokenizer, device, allowed, context)
         from paceline.models import Pretrained, SavedTransformer
 
         found: Checkpoint
         if is_pretrained(directory):
             found = Pretrained.open(directory)
             tokenizer = own or open_tokenizer("bytes")
-            separator, context = tokenizer.vocabulary.separator, MAX_CONTEXT
+            separator, in_pieces = tokenizer.vocabulary.separator, found.reads_in_pieces
             first = separator if tokenizer.first is None else tokenizer.first
         else:
             found = SavedTransformer.open(directory)
             tokenizer = own or of_the_data or open_tokenizer("bytes")
             if not found.tokenizer_digest:
                 tokenizer = open_tokenizer("bytes")
-            separator, context = found.config.separator, found.longest_context
+            separator, in_pieces = found.config.separator, True
             first = separator  # its training had no BOS, whatever its tokenizer adds
         require_tokenizer(found, tokenizer.digest, tokenizer.vocabulary.vocab_size)
         if ranks is None:
@@ -181,6 +188,7 @@ class TextModel:
             network: Any = found.load(device)
         else:
             network, device = ranks.place(found), ranks.device
+        rows, piece = _lengths(context, found.longest_context, found.vocab_size, in_pieces)
         return cls(
             directory=directory,
             network=network,
@@ -189,7 +197,8 @@ class TextModel:
             vocabulary=found.vocab_size,
             first=first,
             separator=separator,
-            context=min(found.longest_context, context),
+            context=rows,
+            piece=piece,
             longest_context=found.longest_context,
             parameters=found.parameters,
             dtype=str(found.dtype).removeprefix("torch."),
@@ -203,6 +212,7 @@ class TextModel:
         tokenizer: Tokenizer,
         device: torch.device | None,
         allowed: AllowedCode | None,
+        context: int,
     ) -> TextModel:
         from paceline.models import stored_tensors
 
@@ -218,6 +228,8 @@ class TextModel:
         stored = stored_tensors(directory).values()
         device = device or device_for(sum(math.prod(each.shape) for each in stored))
         network = UserModel(directory, config.code_ref, allowed, str(device))
+        longest = config.max_position_embeddings
+        rows, piece = _lengths(context, longest, network.width, False)
         return cls(
             directory=directory,
             network=network,
@@ -226,16 +238,38 @@ class TextModel:
             vocabulary=network.width,
             first=config.bos_token_id,
             separator=config.bos_token_id,
-            context=min(config.max_position_embeddings, MAX_CONTEXT),
-            longest_context=config.max_position_embeddings,
+            context=rows,
+            piece=piece,
+            longest_context=longest,
             parameters=network.parameters,
             dtype=", ".join(sorted({FLOATS[x.dtype] for x in stored if x.dtype in FLOATS})),
         )
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Return logits_BTV, on the model's device."""
+        """Return logits_BTV of whole rows, on the model's device."""
         logits_BTV: Tensor = self.network(tokens_BT.to(self.device))
         return logits_BTV
+
+    def pieces(
+        self, tokens_BT: Tensor, *, cache: Any = None, step: int = 0, calls: int = 1
+    ) -> Iterator[Tensor]:
+        """Yield logits_BTV, on the model's device, of ``step`` tokens (default: a piece) after
+        another, which follow those in ``cache``; drop them before the next.
+
+        On ranks each makes at least ``calls`` calls of the network: the number of all of them.
+        """
+        tokens_BT, step = tokens_BT.to(self.device), step or self.piece
+        parts = [tokens_BT[:, at : at + step] for at in range(0, tokens_BT.shape[1], step)]
+        if isinstance(self.network, UserModel):
+            assert len(parts) == 1, "it predicts rows whole"
+            yield self.network(parts[0])
+            return
+        if cache is None and len(parts) > 1:
+            cache = self.network.new_cache()
+        for part in parts:
+            yield self.network(part, cache=cache)
+        for _ in range(calls - len(parts)):
+            self.network(parts[0][:, :1])
 
     def decoder(self) -> Callable[[list[int]], Tensor]:
         """Return a function from a row of tokens to the logits_V of its next token, on the CPU.
@@ -253,11 +287,12 @@ class TextModel:
             nonlocal known
             with torch.inference_mode():
                 if not cached or len(row) > self.context:
-                    return self.forward(torch.tensor([row[-self.context :]]))[0, -1].float().cpu()
-                new, known = row[known:], len(row)
-                tokens_1T = torch.tensor([new], device=self.device)
-                logits_TV: Tensor = self.network(tokens_1T, cache=cache)[0]
-                return logits_TV[-1].float().cpu()
+                    new, kept = row[-self.context :], None
+                else:
+                    new, known, kept = row[known:], len(row), cache
+                for logits_BTV in self.pieces(torch.tensor([new]), cache=kept):
+                    last_V = logits_BTV[0, -1].float().cpu()
+                return last_V
 
         return next_logits
 
@@ -298,6 +333,15 @@ class TextModel:
             wanted=f"{text[at : at + 20]!r}",
             where=self.directory,
         )
+
+
+def _lengths(asked: int, longest: int, vocabulary: int, in_pieces: bool) -> tuple[int, int]:
+    """Return the tokens of a row, and of a piece of it."""
+    context = min(asked or longest, longest)
+    if in_pieces:
+        return context, min(context, PIECE)
+    context = min(context, max(PIECE, WHOLE_BYTES // (4 * vocabulary)))
+    return context, context
 
 
 def device_for(parameters: int) -> torch.device:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.config import EvaluationSettings
 from paceline.data import Tokenizer
 from paceline.errors import CorruptData, InvalidInput, PermanentError
 from paceline.evaluation.held_out import GROUP, HeldOutDocument
@@ -52,6 +53,7 @@ class TransformerScore:
     calibration: Bins
     parameters: int
     context: int  # that the model was made for; rows may be shorter
+    judged_context: int  # tokens of the longest row
     format: str = FORMAT
 
     def split(self) -> tuple[Reals, dict[str, Any]]:
@@ -90,19 +92,24 @@ def score_transformer(
     tokenizer: Tokenizer | None = None,
     allowed: AllowedCode | None = None,
     ranks: Ranks | None = None,
+    settings: EvaluationSettings | None = None,
 ) -> TransformerScore:
     """Return how well the model in ``directory`` predicts ``held_out``; with ``ranks``, on each of
     them.
 
     ``tokenizer`` is that of the data, for a model that was trained with it and has no copy, and for
-    conversations; ``allowed`` is for user code (``TextModel.open``). Raises CorruptData where its
+    conversations; ``allowed`` is for user code (``TextModel.open``); ``settings`` say how long rows
+    are (default: the defaults). Raises CorruptData where its
     predictions are not finite, InvalidInput where it is not in safetensors, or its tokenizer is not
     here, does not fit it, does not keep the text, or is not that of the conversations; for user
     code also what its process raises.
     """
+    settings = settings or EvaluationSettings()
     with threads_an_operation(1 if ranks is None else ranks.threads) as cores:
         model, serving = measure_serving(
-            lambda: _opened(directory, tokenizer, allowed, ranks), ranks
+            lambda: _opened(directory, tokenizer, allowed, ranks, settings.context),
+            ranks,
+            settings.serving_batch,
         )
         if isinstance(model.network, UserModel):
             model.network.threads = cores  # its calls come one by one
@@ -120,6 +127,7 @@ def score_transformer(
         calibration=bins,
         parameters=model.parameters,
         context=model.longest_context,
+        judged_context=max((min(len(each.targets), model.context) for each in read), default=0),
     )
 
 
@@ -128,12 +136,13 @@ def _opened(
     tokenizer: Tokenizer | None,
     allowed: AllowedCode | None,
     ranks: Ranks | None,
+    context: int,
 ) -> TextModel:
     if ranks is None:
-        return TextModel.open(directory, tokenizer, allowed=allowed)
+        return TextModel.open(directory, tokenizer, allowed=allowed, context=context)
     model, error = None, None
     try:
-        model = TextModel.open(directory, tokenizer, ranks=ranks)
+        model = TextModel.open(directory, tokenizer, ranks=ranks, context=context)
     except PermanentError as found:
         error = found
     ranks.agree(error)  # before any of them waits for the others
@@ -192,7 +201,7 @@ def _threads(model: TextModel, cores: int) -> int:
     of user code."""
     if model.device.type != "cpu" or isinstance(model.network, UserModel):
         return 1
-    batch_bytes = 4 * model.vocabulary * model.context * batch_rows(model)
+    batch_bytes = 4 * model.vocabulary * model.piece * batch_rows(model)
     return max(1, min(cores, LOGITS_BYTES // batch_bytes))
 
 
@@ -219,18 +228,22 @@ def _bits(
         ]
         todo.sort(key=lambda each: each.end - each.start)  # so that batches have little padding
         batches += [todo[start : start + rows] for start in range(0, len(todo), rows)]
+    calls = [_calls(model, each) for each in batches]
     if ranks is not None:  # all call the model equally often: some at the end without a window
-        batches += [[]] * (-len(batches) % ranks.shares)
-        batches = batches[ranks.share :: ranks.shares]
+        shares = ranks.shares
+        batches += [[]] * (-len(batches) % shares)
+        firsts = range(0, len(batches), shares)
+        calls = [max(calls[first : first + shares]) for first in firsts]
+        batches = batches[ranks.share :: shares]
     bits_D, bins = np.zeros(len(documents)), np.zeros((BINS, 3), dtype=np.int64)
 
-    def predict(batch: Sequence[Window]) -> _Predicted:
+    def predict(batch: Sequence[Window], calls: int) -> Predicted:
         with torch.inference_mode():  # a thread-local setting
-            return _predicted(model, batch, inputs, targets)
+            return _predicted(model, batch, inputs, targets, calls)
 
     with ThreadPoolExecutor(threads) as pool:
         for done, (batch, found) in enumerate(
-            zip(batches, pool.map(predict, batches), strict=True), start=1
+            zip(batches, pool.map(predict, batches, calls), strict=True), start=1
         ):
             for row, window in enumerate(batch):
                 fresh = slice(window.fresh - window.start, window.end - window.start)
@@ -261,8 +274,13 @@ def _count(bins: NDArray[np.int64], best: NDArray[np.int64], right: NDArray[np.b
         np.add.at(bins[:, column], of, each)
 
 
+def _calls(model: TextModel, batch: Sequence[Window]) -> int:
+    """Return how many pieces the longest row of ``batch`` has."""
+    return -(-max(window.end - window.start for window in batch) // model.piece)
+
+
 @dataclass(frozen=True)
-class _Predicted:
+class Predicted:
     """Of each target, (B, T): its nats, the probability of the most likely token in millionths, and
     whether that one is the target."""
 
@@ -272,11 +290,12 @@ class _Predicted:
 
 
 def _predicted(
-    model: TextModel, group: Sequence[Window], inputs: Sequence[Tokens], targets: Sequence[Tokens]
-) -> _Predicted:
-    import torch
-    import torch.nn.functional as F  # noqa: N812 - the field's name for it
-
+    model: TextModel,
+    group: Sequence[Window],
+    inputs: Sequence[Tokens],
+    targets: Sequence[Tokens],
+    calls: int,
+) -> Predicted:
     longest = max((window.end - window.start for window in group), default=1)
     # Padding is at the end of each row; causal attention keeps it out of everything that is scored.
     shape = (max(1, len(group)), longest)
@@ -286,17 +305,30 @@ def _predicted(
         length = window.end - window.start
         tokens_BT[row, :length] = inputs[window.document][window.start : window.end]
         wanted_BT[row, :length] = targets[window.document][window.start : window.end]
-    logits_NV = model.forward(torch.from_numpy(tokens_BT)).float().flatten(0, 1)
-    targets_N = torch.from_numpy(wanted_BT).flatten().to(model.device)
-    nats_N = F.cross_entropy(logits_NV, targets_N, reduction="none")
-    highest_N, chosen_N = logits_NV.max(-1)
-    of_target_N = logits_NV.gather(1, targets_N[:, None])[:, 0]
-    best_N = (highest_N - of_target_N - nats_N).exp().nan_to_num() * MILLION
-    return _Predicted(
-        nats_N.view(shape).double().cpu().numpy(),
-        best_N.round().clamp(0, MILLION).long().view(shape).cpu().numpy(),
-        (chosen_N == targets_N).view(shape).cpu().numpy(),
-    )
+    return predicted(model, tokens_BT, wanted_BT, calls)
+
+
+def predicted(model: TextModel, tokens_BT: Tokens, wanted_BT: Tokens, calls: int = 1) -> Predicted:
+    """Return how well ``model`` predicts ``wanted_BT`` from ``tokens_BT``; ``calls``: see
+    ``TextModel.pieces``."""
+    import torch
+    import torch.nn.functional as F  # noqa: N812 - the field's name for it
+
+    nats, best, right, at = [], [], [], 0
+    for logits_BTV in model.pieces(torch.from_numpy(tokens_BT), calls=calls):
+        shape = tuple(logits_BTV.shape[:2])
+        wanted = torch.from_numpy(wanted_BT[:, at : at + shape[1]])
+        at += shape[1]
+        logits_NV, targets_N = logits_BTV.float().flatten(0, 1), wanted.flatten().to(model.device)
+        nats_N = F.cross_entropy(logits_NV, targets_N, reduction="none")
+        highest_N, chosen_N = logits_NV.max(-1)
+        of_target_N = logits_NV.gather(1, targets_N[:, None])[:, 0]
+        best_N = (highest_N - of_target_N - nats_N).exp().nan_to_num() * MILLION
+        nats.append(nats_N.view(shape).double().cpu().numpy())
+        best.append(best_N.round().clamp(0, MILLION).long().view(shape).cpu().numpy())
+        right.append((chosen_N == targets_N).view(shape).cpu().numpy())
+        del logits_BTV, logits_NV  # before those of the next piece
+    return Predicted(*(np.concatenate(each, axis=1) for each in (nats, best, right)))
 
 
 @contextmanager

@@ -38,7 +38,13 @@ from .mesh_estimate import (
     estimate_submitted as estimate_submitted,
     read_mesh as read_mesh,
 )
-from .placement import Gang as Gang, Host as Host, Placement as Placement
+from .placement import (
+    Gang as Gang,
+    Host as Host,
+    Placement as Placement,
+    gang_of as gang_of,
+    hosts_of as hosts_of,
+)
 from .preemption import Reservation as Reservation
 from .recorded_costs import (
     costs_of_installation as costs_of_installation,
@@ -48,8 +54,6 @@ from .recorded_costs import (
 from .scheduler import (
     FlowPort as FlowPort,
     JobScheduler as JobScheduler,
-    gang_of as gang_of,
-    hosts_of as hosts_of,
     parameters_of as parameters_of,
 )
 from .service_levels import JobTotals as JobTotals
@@ -68,4 +72,9 @@ from .sweeps import (
     trial_row as trial_row,
 )
 from .table import MOST_OPEN as MOST_OPEN, JobTable as JobTable
-from .usage import budget_reason as budget_reason, recorded as recorded, spent as spent
+from .usage import (
+    budget_reason as budget_reason,
+    flow_runs as flow_runs,
+    recorded as recorded,
+    spent as spent,
+)

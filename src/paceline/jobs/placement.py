@@ -9,12 +9,15 @@ on each. Which slots are free for a gang, and when, is decided in ``admission``.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
+from paceline.config import TrainingSettings
 from paceline.errors import InvalidInput
+from paceline.schemas import TrainingJob, Worker
 
 Level = Literal["host", "domain", "rack", "zone", "fleet"]
 _Thing = TypeVar("_Thing")
@@ -96,6 +99,62 @@ def is_kind(asked: str, kind: str) -> bool:
     """
     asked, kind = (re.sub(r"[\s_-]+", "-", each.lower()) for each in (asked, kind))
     return asked in kind
+
+
+def hosts_of(
+    workers: Sequence[Worker], settings: TrainingSettings, heard_since: float = math.inf
+) -> list[Host]:
+    """Return the hosts that ``workers`` are which live, or were heard ``heard_since`` (seconds
+    since the epoch), by their labels and inventory.
+
+    Slots are a host's accelerators of the kind that most are of. The labels ``domain`` (of a fast
+    interconnect) and ``capacity`` (spot) are the operator's.
+    """
+    found = []
+    for worker in workers:
+        if not worker.alive and worker.last_heartbeat < heard_since:
+            continue
+        accelerators = worker.inventory.like_cards if worker.inventory is not None else ()
+        count = sum(each.count for each in accelerators)
+        labels = worker.labels.others
+        found.append(
+            Host(
+                name=worker.worker_id,
+                slots=count or settings.ranks_per_node or 1,
+                kind=accelerators[0].kind if accelerators else "cpu",
+                memory_bytes=min((each.memory_bytes for each in accelerators), default=0),
+                domain=labels.get("domain", ""),
+                rack=worker.labels.rack,
+                zone=worker.labels.zone,
+                pool="spot" if labels.get("capacity") == "spot" else "on-demand",
+            )
+        )
+    return found
+
+
+def gang_of(job: TrainingJob, settings: TrainingSettings, hosts: Sequence[Host]) -> Gang:
+    """Return what a job with these settings asks admission for: spares are hosts of the gang, too,
+    and one that has begun goes on with the kind of accelerator that it began on."""
+    asked = job.spec.resources
+    spares, kind = settings.guard.spares, asked.accelerator
+    if spares and (settings.ranks_per_node or max((e.slots for e in hosts), default=1)) > 1:
+        spares = 0
+    if kind:
+        named = {host.kind for host in hosts if is_kind(kind, host.kind)}
+        # A part of one kind's name means that kind; of several, the reason names what was asked.
+        kind = named.pop() if len(named) == 1 else kind
+    return Gang(
+        job_id=job.job_id,
+        team=job.spec.team,
+        priority=job.spec.priority,
+        queued_at=job.created_at,
+        ranks=settings.ranks + spares,
+        kind=job.kind or kind,
+        min_memory_bytes=asked.memory_bytes,
+        pool=asked.capacity,
+        within=asked.within,
+        ranks_per_host=settings.ranks_per_node,
+    )
 
 
 def check(valid: bool, what: str, got: object, wanted: str, where: str) -> None:

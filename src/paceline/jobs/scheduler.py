@@ -17,33 +17,28 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from paceline.client import raised
 from paceline.config import Profile, TrainingSettings, with_job_settings
 from paceline.coordinator import Coordinator, RepeatedTask
 from paceline.errors import (
     AccessDenied,
     InvalidInput,
     InvalidProfile,
+    NotFound,
     PacelineError,
     StaleEpoch,
     TemporaryError,
-    WorkerLost,
 )
 from paceline.jobs.engines import Engine, OwnAdmission, Request, Standing
-from paceline.jobs.placement import Gang, Host, is_kind
+from paceline.jobs.placement import Gang, Host, gang_of, hosts_of
 from paceline.jobs.preemption import Reservation
-from paceline.jobs.states import changed
+from paceline.jobs.states import cause_of, changed, is_passing, warned
 from paceline.jobs.table import JobTable
 from paceline.jobs.usage import begun, budget_reason
 from paceline.schemas import (
-    KEPT_CHANGES,
     FlowRunView,
-    JobChange,
     JobPlacement,
     JobState,
-    LossCause,
     TrainingJob,
-    Worker,
 )
 
 log = logging.getLogger(__name__)
@@ -55,9 +50,17 @@ RETRY_S = 5.0  # after a start that Prefect could not make
 CANCEL_RETRY_S = 10.0
 LATE_S = 60.0  # until a Prefect worker should have taken a flow run
 LOST_S = 30.0  # without a report of a flow that has reported
+# The same of one that never has: its first report needs 14 CPU-seconds after the start, minutes
+# where a Prefect worker pulls an image first.
+START_LOST_S = 300.0
+ENDED_WITHIN_S = 3600.0  # of its loss a flow run is ended in Prefect
+UNANSWERED_S = 60.0  # that Prefect shows a lost flow run as Cancelling: no runner ends it
+MOST_CALLS = 20  # of Prefect for lost flow runs, in one round
 MOST_LOSSES = 3  # flow runs lost or ended by passing failures; the next one fails the job
 RUNNING = "RUNNING"
 ENDING = frozenset({"CANCELLING", "CANCELLED"})
+OPEN = frozenset({"SCHEDULED", "PENDING", "RUNNING", "PAUSED"})
+GONE = "GONE"  # Prefect does not have the flow run
 
 
 class FlowPort(Protocol):
@@ -72,6 +75,8 @@ class FlowPort(Protocol):
     def states(self, flow_run_ids: Collection[str]) -> Mapping[str, str]: ...
 
     def cancel(self, flow_run_id: str) -> None: ...
+
+    def crash(self, flow_run_id: str, message: str) -> None: ...
 
 
 class JobScheduler(RepeatedTask):
@@ -97,9 +102,14 @@ class JobScheduler(RepeatedTask):
         self._began_s = wall()
         self._settings: dict[str, TrainingSettings] = {}  # of each open job
         self._due: dict[str, float] = {}  # job → when Prefect is called for it again
+        # flow run that has not reported → since when Prefect says that it starts, runs or is gone
+        self._silent: dict[str, float] = {}
+        self._cancelling: dict[str, float] = {}  # lost flow run → since when Prefect shows that
+        self._lost_s = -math.inf  # when lost flow runs were last looked at
 
     def look(self) -> None:
         """Make one round: follow, admit, start, end."""
+        self._end_lost()
         jobs = self._table.open_jobs()
         if not jobs and not self._engine.has_own_queue:
             return
@@ -135,9 +145,10 @@ class JobScheduler(RepeatedTask):
         states: Mapping[str, str] = {}
         if ids and self._flows is not None:
             try:
-                states = self._flows.states(ids)
-            except TemporaryError as error:
+                states = dict.fromkeys(ids, GONE) | dict(self._flows.states(ids))
+            except TemporaryError as error:  # no flow starts meanwhile
                 log.warning("the states of jobs' flows are unknown: %s", error)
+        self._silent = {key: since for key, since in self._silent.items() if key in states}
         self._for_each(
             jobs, lambda job: self._follow_one(job, states.get(job.flow_run_id or "", ""))
         )
@@ -161,11 +172,11 @@ class JobScheduler(RepeatedTask):
         elif job.adopted and job.wanted == "yield" and report is not None and report.waits:
             again = {"adopted": True, "flow_run_id": job.flow_run_id, "attempt": job.attempt + 1}
             self._preempt(job, **again)
-        elif (report is not None or job.adopted) and silent_s > LOST_S:
+        elif why := self._why_lost(job, state, silent_s if report or job.adopted else None):
             if job.flow_run_id and self._flows is not None:
                 with contextlib.suppress(PacelineError):  # it may be gone, and Prefect away
                     self._flows.cancel(job.flow_run_id)
-            self._lose(job, f"its flow has not reported for {silent_s:.0f} s")
+            self._lose(job, why)
         elif job.state is JobState.ADMITTED and job.adopted and report and not report.waits:
             self._change(job, JobState.STARTING, started_at=job.started_at or self._wall())
         elif job.state is JobState.STARTING and report is not None and report.step > 0:
@@ -174,6 +185,23 @@ class JobScheduler(RepeatedTask):
             self._table.note(job.job_id, "its flow run waits for a Prefect worker to take it")
         elif state in ENDING and job.state in (JobState.STARTING, JobState.RUNNING):
             self._change(job, JobState.CANCELLING, "cancelled in Prefect", wanted="cancel")
+
+    def _why_lost(self, job: TrainingJob, state: str, silent_s: float | None) -> str:
+        """Return why the job's flow is lost, "" while it may report; it has not for ``silent_s``,
+        None: never.
+        """
+        if silent_s is not None:
+            return f"its flow has not reported for {silent_s:.0f} s" if silent_s > LOST_S else ""
+        flow_run_id, now = job.flow_run_id or "", self._wall()
+        if state in ("", "SCHEDULED"):  # Prefect is away, or no Prefect worker takes it
+            self._silent.pop(flow_run_id, None)
+            return ""
+        silent_s = now - self._silent.setdefault(flow_run_id, now)
+        if state == GONE:
+            return "Prefect does not have its flow run any more" if silent_s > LOST_S else ""
+        if silent_s <= START_LOST_S:
+            return ""
+        return f"its flow has never reported, and is {state} in Prefect since {silent_s:.0f} s"
 
     def _ended(self, job: TrainingJob, outcome: str, message: str, *, lost: bool = False) -> None:
         """Record that the job's flow run has ended."""
@@ -190,7 +218,7 @@ class JobScheduler(RepeatedTask):
         elif outcome == "cancelled" or job.wanted == "cancel":
             reason = job.reason if job.wanted == "cancel" else "cancelled in Prefect"
             self._change(job, JobState.CANCELLED, reason)
-        elif lost or _is_passing(message):
+        elif lost or is_passing(message):
             self._lose(job, message)
         else:
             self._change(job, JobState.FAILED, message)
@@ -201,7 +229,7 @@ class JobScheduler(RepeatedTask):
 
     def _lose(self, job: TrainingJob, why: str) -> None:
         """Have the job start again, up to MOST_LOSSES times; it resumes its checkpoint."""
-        cause = _cause(why)
+        cause = cause_of(why)
         if job.wanted == "cancel":
             self._change(job, JobState.CANCELLED, why, cause=cause)
         elif job.wanted == "pause":
@@ -227,7 +255,7 @@ class JobScheduler(RepeatedTask):
         elif is_spent and job.state in (JobState.STARTING, JobState.RUNNING):
             self._change(job, JobState.PAUSING, why, wanted="pause")
         elif why and not is_spent and not job.budget_warned and job.state.holds_hosts:
-            self._table.change(job.job_id, lambda now: _warned(now, why, self._wall()))
+            self._table.change(job.job_id, lambda now: warned(now, why, self._wall()))
 
     # -- admission
 
@@ -343,12 +371,12 @@ class JobScheduler(RepeatedTask):
     def _reservation(self, job: TrainingJob, gang: Gang) -> Reservation:
         assert job.placement is not None
         saved = [each.created_at for each in job.report.checkpoints] if job.report else []
-        since = max(saved, default=job.started_at or self._wall())
+        began = job.usage[-1].since if job.usage else self._wall()  # earlier work is lost or saved
         trained = job.report is not None and job.report.training_digest is not None
         return Reservation(
             gang=gang,
             hosts=job.placement.hosts,
-            lost_work_s=max(0.0, self._wall() - since),
+            lost_work_s=max(0.0, self._wall() - max([began, *saved])),
             # a flow that yields does so while its ranks run, and no more once they have trained
             preemptible=(not trained if job.yields else not job.adopted)
             and job.state in (JobState.STARTING, JobState.RUNNING),
@@ -390,6 +418,37 @@ class JobScheduler(RepeatedTask):
         except PacelineError as error:
             log.warning("flow run %s is not cancelled yet: %s", job.flow_run_id, error)
 
+    def _end_lost(self) -> None:
+        """End in Prefect what was lost: cancel what could not be cancelled then, and record a crash
+        where no runner acts on that. The jobs' records say which: the next leader goes on.
+        """
+        now = self._wall()
+        if self._flows is None or now - self._lost_s < CANCEL_RETRY_S:
+            return
+        self._lost_s, since = now, now - ENDED_WITHIN_S
+        lost = {
+            change.flow_run_id: job
+            for job in self._table.jobs()
+            if job.updated_at > since
+            for change in job.history
+            if change.flow_run_id and change.at > since
+        }
+        try:
+            states = self._flows.states(lost) if lost else {}
+            ending = [each for each in lost if states.get(each) == "CANCELLING"]
+            self._cancelling = {each: self._cancelling.get(each, now) for each in ending}
+            dead = [each for each in ending if now - self._cancelling[each] > UNANSWERED_S]
+            # An adopted flow whose nodes were taken ends by itself.
+            open_ = [e for e in lost if states.get(e) in OPEN and not lost[e].adopted]
+            for each in (*dead, *open_)[:MOST_CALLS]:
+                with contextlib.suppress(NotFound):  # it was deleted meanwhile
+                    if each in self._cancelling:
+                        self._flows.crash(each, "its process is gone: nothing has cancelled it")
+                    else:
+                        self._flows.cancel(each)
+        except PacelineError as error:
+            log.warning("lost flow runs are not ended in Prefect yet: %s", error)
+
     def _waits(self, job: TrainingJob) -> bool:
         return self._due.get(job.job_id, 0.0) > self._wall()
 
@@ -403,61 +462,6 @@ class JobScheduler(RepeatedTask):
 
         self._due.pop(job.job_id, None)
         self._table.change(job.job_id, make)
-
-
-def hosts_of(
-    workers: Sequence[Worker], settings: TrainingSettings, heard_since: float = math.inf
-) -> list[Host]:
-    """Return the hosts that ``workers`` are which live, or were heard ``heard_since`` (seconds
-    since the epoch), by their labels and inventory.
-
-    The labels ``domain`` (of a fast interconnect) and ``capacity`` (spot) are the operator's.
-    """
-    found = []
-    for worker in workers:
-        if not worker.alive and worker.last_heartbeat < heard_since:
-            continue
-        accelerators = worker.inventory.accelerators if worker.inventory is not None else ()
-        count = sum(each.count for each in accelerators)
-        labels = worker.labels.others
-        found.append(
-            Host(
-                name=worker.worker_id,
-                slots=count or settings.ranks_per_node or 1,
-                kind=accelerators[0].kind if accelerators else "cpu",
-                memory_bytes=min((each.memory_bytes for each in accelerators), default=0),
-                domain=labels.get("domain", ""),
-                rack=worker.labels.rack,
-                zone=worker.labels.zone,
-                pool="spot" if labels.get("capacity") == "spot" else "on-demand",
-            )
-        )
-    return found
-
-
-def gang_of(job: TrainingJob, settings: TrainingSettings, hosts: Sequence[Host]) -> Gang:
-    """Return what a job with these settings asks admission for: spares are hosts of the gang, too,
-    and one that has begun goes on with the kind of accelerator that it began on."""
-    asked = job.spec.resources
-    spares, kind = settings.guard.spares, asked.accelerator
-    if spares and (settings.ranks_per_node or max((e.slots for e in hosts), default=1)) > 1:
-        spares = 0
-    if kind:
-        named = {host.kind for host in hosts if is_kind(kind, host.kind)}
-        # A part of one kind's name means that kind; of several, the reason names what was asked.
-        kind = named.pop() if len(named) == 1 else kind
-    return Gang(
-        job_id=job.job_id,
-        team=job.spec.team,
-        priority=job.spec.priority,
-        queued_at=job.created_at,
-        ranks=settings.ranks + spares,
-        kind=job.kind or kind,
-        min_memory_bytes=asked.memory_bytes,
-        pool=asked.capacity,
-        within=asked.within,
-        ranks_per_host=settings.ranks_per_node,
-    )
 
 
 def parameters_of(job: TrainingJob) -> dict[str, object]:
@@ -480,24 +484,3 @@ def parameters_of(job: TrainingJob) -> dict[str, object]:
     if spec.evaluate_on:
         given["evaluate_on"] = spec.evaluate_on
     return given
-
-
-def _is_passing(message: str) -> bool:
-    """Return whether a flow's failure is of a kind that may pass (``TemporaryError``)."""
-    kind, _ = raised(message)
-    return kind is not None and issubclass(kind, TemporaryError)
-
-
-def _cause(message: str) -> LossCause:
-    """Return why a job was lost: by the error that its flow's message names, if it names one."""
-    kind, _ = raised(message)
-    if kind is None:
-        return "lost-flow"
-    return "node" if issubclass(kind, WorkerLost) else "passing-failure"
-
-
-def _warned(job: TrainingJob, why: str, at: float) -> TrainingJob:
-    change = JobChange(state=job.state, at=at, reason=why[:500])
-    history = (*job.history, change)[-KEPT_CHANGES:]
-    update = {"reason": why[:500], "history": history, "budget_warned": True}
-    return job.model_copy(update=update)

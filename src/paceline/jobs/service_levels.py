@@ -2,13 +2,15 @@
 
 Changes are counted as the leader stores them, from the beginning of its term: a job that is deleted
 takes nothing away. What stands is read from the table at each scrape. Labels are bounded (teams,
-hosts, three classes of priority, states, causes, kinds): no series is a job's.
+hosts, three classes of priority, states, causes, kinds). A job has a series only while it is open
+and has failed: at most MOST_JOBS of each metric, those with the most.
 """
 
 from __future__ import annotations
 
 from collections import Counter as Tally, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import nlargest
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
@@ -20,6 +22,7 @@ from paceline.schemas import JobReport, JobState, LossCause, TrainingJob
 
 MOST_TEAMS = 100  # with series of their own; the teams after them are "other"
 MOST_HOSTS = 1000  # the same of hosts whose ranks failed
+MOST_JOBS = 100  # of open jobs that have failed
 BOUNDS_S = (5, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 14_400, 43_200, 86_400, 259_200)
 Labels = tuple[str, ...]
 Failures = Mapping[str, Mapping[str, int]]  # host → kind → times
@@ -29,6 +32,9 @@ READ = {
     "job_queue_oldest_seconds": (("team", "priority"),
         "Time for which the gang that waits longest has waited."),
     "job_held_slot_seconds": (("team",), "Seconds for which jobs held slots, times slots."),
+    "job_open_losses": (("job",), "Flow runs that an open job has lost; of 100 jobs."),
+    "job_quarantined_shards": (("job",),
+        "Shards and samples that the training of an open job passed over; of 100 jobs."),
     "job_checkpoint_age_seconds": (("team",),
         "Age of the newest checkpoint, or of the start, of the running job where it is highest."),
     "pool_slots": (("accelerator",), "Slots of living nodes."),
@@ -130,6 +136,11 @@ class JobTotals:
         """Return each metric with its values; ``jobs`` and ``hosts`` are those of ``now``."""
         found: dict[str, dict[Labels, float]] = defaultdict(lambda: defaultdict(float))
         taken: Tally[str] = Tally()  # host → slots that jobs hold
+        jobs = list(jobs)
+        found["job_open_losses"] = _of_jobs(jobs, lambda job: job.losses)
+        found["job_quarantined_shards"] = _of_jobs(
+            jobs, lambda job: job.report.quarantined if job.report else 0
+        )
         for job in jobs:
             team, state = self._team(job), job.state
             found["jobs"][state.value, team] += 1
@@ -182,6 +193,14 @@ class JobTotals:
 def _queue(job: TrainingJob, team: str) -> Labels:
     priority = job.spec.priority
     return team, "normal" if priority == 0 else "high" if priority > 0 else "low"
+
+
+def _of_jobs(
+    jobs: Iterable[TrainingJob], count: Callable[[TrainingJob], int]
+) -> dict[Labels, float]:
+    """Return the MOST_JOBS highest counts above 0 of open jobs, by job."""
+    failed = [each for each in jobs if not each.state.is_final and count(each)]
+    return {(each.job_id,): count(each) for each in nlargest(MOST_JOBS, failed, key=count)}
 
 
 def _raise_to(ages: dict[Labels, float], labels: Labels, now: float, since: float) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.errors import Conflict
+from paceline.client import raised
+from paceline.errors import Conflict, TemporaryError, WorkerLost
 from paceline.jobs.usage import ended, is_held
 from paceline.schemas import KEPT_CHANGES, JobChange, JobState, LossCause, TrainingJob
 
@@ -51,7 +52,10 @@ def changed(
             wanted=", ".join(sorted(s for s, to in NEXT.items() if state in to)),
             where=job.job_id,
         )
-    change = JobChange(state=state, at=at, reason=reason[:500], by=by, cause=cause)
+    lost = (job.flow_run_id or "") if cause == "lost-flow" else ""
+    change = JobChange(
+        state=state, at=at, reason=reason[:500], by=by, cause=cause, flow_run_id=lost
+    )
     update: dict[str, Any] = {
         "state": state,
         "reason": reason[:500],
@@ -82,3 +86,25 @@ def require_open(job: TrainingJob, what: str) -> None:
             wanted="a job that waits or runs",
             where=job.job_id,
         )
+
+
+def is_passing(message: str) -> bool:
+    """Return whether a flow's failure is of a kind that may pass (``TemporaryError``)."""
+    kind, _ = raised(message)
+    return kind is not None and issubclass(kind, TemporaryError)
+
+
+def cause_of(message: str) -> LossCause:
+    """Return why a job was lost: by the error that its flow's message names, if it names one."""
+    kind, _ = raised(message)
+    if kind is None:
+        return "lost-flow"
+    return "node" if issubclass(kind, WorkerLost) else "passing-failure"
+
+
+def warned(job: TrainingJob, why: str, at: float) -> TrainingJob:
+    """Return ``job`` with a warning that its budget is nearly spent, or cannot be counted."""
+    change = JobChange(state=job.state, at=at, reason=why[:500])
+    history = (*job.history, change)[-KEPT_CHANGES:]
+    update = {"reason": why[:500], "history": history, "budget_warned": True}
+    return job.model_copy(update=update)

@@ -27,8 +27,14 @@ MOST_ENDED = 10_000  # kept; the one that ended first is deleted when another en
 class JobTable:
     """Every job of an installation; threads may share it."""
 
-    def __init__(self, coordinator: Coordinator, wall: Callable[[], float] = time.time) -> None:
-        self._coordinator, self._wall = coordinator, wall
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        wall: Callable[[], float] = time.time,
+        on_change: Callable[[TrainingJob], None] = lambda _job: None,
+    ) -> None:
+        """``on_change`` takes each job that was stored in another state, and must not wait."""
+        self._coordinator, self._wall, self._on_change = coordinator, wall, on_change
         self.totals = JobTotals(wall())  # of this term
         self._lock = threading.RLock()
         self._epoch: int | None = None  # of the term whose records are in memory
@@ -93,13 +99,17 @@ class JobTable:
                     self._save(self._jobs[job_id])
 
     def report(self, job_id: str, report: JobReport) -> TrainingJob:
-        """Take a flow's report in; one of an earlier flow run of the job is left out.
+        """Take a flow's report in; one of an earlier flow run of the job is left out. Until a flow
+        run saves its first checkpoint, the earlier ones stay: it goes on from them.
 
         The last one, of how the flow ended, is stored: no flow sends it again to the next leader.
         """
         with self._lock:
             job = self.job(job_id)
             if report.flow_run_id == (job.flow_run_id or "") and not job.state.is_final:
+                if job.report is not None and not report.checkpoints:
+                    kept = {"checkpoints": job.report.checkpoints}
+                    report = report.model_copy(update=kept)
                 self.totals.report(job, self._reports.get(job_id), report)
                 self._reports[job_id] = report
                 job = self._with_report(job)
@@ -139,6 +149,8 @@ class JobTable:
         self._jobs[job.job_id] = job
         if job.state.is_final:
             self._reports.pop(job.job_id, None)
+        if before is None or before.state is not job.state:
+            self._on_change(job)
         return job
 
     def _too_old(self) -> list[str]:

@@ -55,6 +55,7 @@ def ended(job: TrainingJob, state: JobState, at: float, cause: LossCause) -> tup
         "steps": report.made_steps if report else 0,
         "began_step": report.began_step if report else None,
         "ended": state,
+        "flow_run_id": job.flow_run_id or "",
     }
     return _with_unseen_steps((*earlier, last.model_copy(update=update)))
 
@@ -74,6 +75,12 @@ def _with_unseen_steps(usages: tuple[JobUsage, ...]) -> tuple[JobUsage, ...]:
 def is_held(job: TrainingJob) -> bool:
     """Return whether an attempt of the job holds nodes, as its usage says."""
     return bool(job.usage) and job.usage[-1].held_s is None
+
+
+def flow_runs(job: TrainingJob) -> dict[int, str]:
+    """Return the flow run of each attempt that has had one, oldest first."""
+    found = {each.attempt: each.flow_run_id for each in job.usage if each.flow_run_id}
+    return found | ({job.attempt: job.flow_run_id} if job.flow_run_id else {})
 
 
 def report_of(job: TrainingJob) -> JobReport | None:

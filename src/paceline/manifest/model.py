@@ -40,7 +40,7 @@ from typing import Annotated, Protocol
 from blake3 import blake3
 from pydantic import ConfigDict, Field
 
-from paceline.errors import InvalidManifest
+from paceline.errors import CorruptData, InvalidManifest
 from paceline.schemas import PieceHash, Sha256, canonical_json
 
 FORMATS: dict[PieceHash, str] = {
@@ -192,6 +192,17 @@ class Manifest:
             return self.piece_count
         within = (stream_offset - self._file_offsets[file_index]) // self.piece_bytes
         return self._file_pieces[file_index] + within
+
+    def require_digest(self, digest: str | None, where: object) -> None:
+        """Raise CorruptData where ``digest`` is given and is not that of this manifest."""
+        if digest and digest != self.digest:
+            raise CorruptData(
+                "the source holds another model",
+                got=self.digest,
+                wanted=digest,
+                where=where,
+                do="Check the URL and the digest; a published version never changes.",
+            )
 
     def file_pieces(self, file_index: int) -> range:
         """Return the indices of the pieces of file ``file_index``; an empty file has none."""

@@ -88,6 +88,12 @@ class Pretrained:
         """Return the number of positions that the model was made for."""
         return int(self.config.max_position_embeddings)
 
+    @property
+    def reads_in_pieces(self) -> bool:
+        """Return whether logits of a row that is read in pieces, with a cache, are those of the
+        whole row: its rotary positions do not depend on the row's length."""
+        return not any(each in repr(self.config.rope_parameters) for each in BY_LENGTH)
+
     @cached_property
     def tokenizer_digest(self) -> str:
         """Return the SHA-256 of the tokenizer.json; "" without one: tokens are bytes."""

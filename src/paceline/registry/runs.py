@@ -318,10 +318,11 @@ class RunLog:
         """Mark the run as running, also if it had ended."""
         self.call("update_run", mlflow_run_id, status="RUNNING")
 
-    def run_url(self, mlflow_run_id: str) -> str:
-        """Return the URL of the run's page in MLflow."""
+    def run_url(self, mlflow_run_id: str, artifact: str = "") -> str:
+        """Return the URL of the run's page in MLflow, or of one of its artifacts."""
         experiment_id = self.call("get_run", mlflow_run_id).info.experiment_id
-        return self._page(experiment_id, mlflow_run_id)
+        page = self._page(experiment_id, mlflow_run_id)
+        return f"{page}/artifacts/{artifact}" if artifact else page
 
     def _page(self, experiment_id: str, mlflow_run_id: str) -> str:
         return f"{self.tracking_uri}/#/experiments/{experiment_id}/runs/{mlflow_run_id}"

@@ -1,7 +1,11 @@
 from .agent import Agent as Agent, run_agent as run_agent
 from .control import ControlLoop as ControlLoop, HeartbeatBuilder as HeartbeatBuilder
 from .deployments import ActiveDeployment as ActiveDeployment
-from .inventory import measure_disk as measure_disk, read_inventory as read_inventory
+from .inventory import (
+    measure_disk as measure_disk,
+    read_inventory as read_inventory,
+    shows_like_cards as shows_like_cards,
+)
 from .joining import (
     DIRECTORY as DIRECTORY,
     JOINING_FILE as JOINING_FILE,

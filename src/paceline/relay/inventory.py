@@ -70,31 +70,52 @@ def _disk_bytes_s(state_dir: Path) -> float | None:
 
 def accelerators(driver_s: float) -> tuple[Accelerator, ...]:
     """Return the NVIDIA GPUs that this process may use, by kind; () without a driver."""
-    answer = _output(NVIDIA_SMI, driver_s)
-    found = [
-        (row[0].strip(), int(row[1]) * 2**20 if row[1].strip().isdigit() else 0)  # "[N/A]": host's
-        for row in csv.reader(answer.splitlines())
-        if len(row) == 2
-    ]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and found:
-        named = [each.strip() for each in visible.split(",")]
-        named = [each for each in named if each not in ("", "-1")]
-        found = [
-            found[int(each)] if each.isdigit() else found[0]
-            for each in named
-            if not each.isdigit() or int(each) < len(found)
-        ]
+    found = _cards(driver_s)
     link = _link(_output(TOPOLOGY, driver_s)) if len(found) > 1 else ""
     return tuple(
         Accelerator(
-            kind=name[:100],
+            kind=kind,
             count=count,
             memory_bytes=size,
             link=link if count > 1 else "",
         )
-        for (name, size), count in Counter(found).items()
+        for (kind, size), count in Counter((kind, size) for _, kind, size in found).items()
     )
+
+
+def shows_like_cards(driver_s: float) -> dict[str, str]:
+    """Return the environment in which a process sees only the GPUs that ``Inventory.like_cards``
+    has, in the order of nvidia-smi; {} where all are of one kind.
+    """
+    found = _cards(driver_s)
+    counts = Counter(kind for _, kind, _ in found)
+    if len(counts) < 2:
+        return {}
+    most = max(counts, key=counts.__getitem__)
+    log.warning("ranks run on %d x %s only, of %s", counts[most], most, dict(counts))
+    names = ",".join(name for name, kind, _ in found if kind == most)
+    # CUDA's own order has the fastest first, so its numbers are other cards.
+    return {"CUDA_VISIBLE_DEVICES": names, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+def _cards(driver_s: float) -> list[tuple[str, str, int]]:
+    """Return each GPU that this process may use: as CUDA_VISIBLE_DEVICES names it, kind, bytes."""
+    answer = _output(NVIDIA_SMI, driver_s)
+    rows = [row for row in csv.reader(answer.splitlines()) if len(row) == 2]
+    found = [
+        # "[N/A]": the host's memory
+        (str(n), kind.strip()[:100], int(size) * 2**20 if size.strip().isdigit() else 0)
+        for n, (kind, size) in enumerate(rows)
+    ]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not found:
+        return found
+    named = [each.strip() for each in visible.split(",")]
+    return [
+        (each, *(found[int(each)] if each.isdigit() else found[0])[1:])
+        for each in named
+        if each not in ("", "-1") and (not each.isdigit() or int(each) < len(found))
+    ]
 
 
 def _link(topology: str) -> Literal["nvlink", "pcie", ""]:

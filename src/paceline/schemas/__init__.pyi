@@ -233,6 +233,7 @@ from .training import (
     RecordedScore as RecordedScore,
     Restart as Restart,
     Serving as Serving,
+    TaskOverlap as TaskOverlap,
     TaskScore as TaskScore,
     TaskSize as TaskSize,
     TimeLedger as TimeLedger,

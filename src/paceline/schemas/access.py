@@ -22,6 +22,7 @@ Pem = Annotated[str, StringConstraints(min_length=1, max_length=16_384)]
 
 RULE_ID = r"^dp-[0-9a-f]{12}$"
 Team = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+ProjectName = Annotated[Text, Field(min_length=1, max_length=100)]
 
 
 # An IPv4 or IPv6 network as CIDR; an address alone is the network of that address.
@@ -70,6 +71,7 @@ class TokenRecord(Record):
     sha256: Sha256
     worker_id: Name | None = None  # bound to this worker
     team: str | None = Field(default=None, exclude_if=is_none)  # its jobs are this team's
+    project: str | None = Field(default=None, exclude_if=is_none)  # and this project's
     created_at: float
     expires_at: float | None = None
     revoked_at: float | None = None
@@ -105,6 +107,7 @@ class TokenView(Record):
     last_used_at: float | None = None
     authority: Sha256 | None = Field(default=None, exclude_if=is_none)
     team: str | None = Field(default=None, exclude_if=is_none)
+    project: str | None = Field(default=None, exclude_if=is_none)
     nodes: int | None = Field(default=None, exclude_if=is_none)  # that may join with it
     joined: int | None = Field(default=None, exclude_if=is_none)  # that have joined with it
     networks: tuple[str, ...] = Field(default=(), exclude_if=is_empty)
@@ -129,8 +132,9 @@ class CreateToken(Record):
     scopes: tuple[GrantedScope, ...] = Field(min_length=1, max_length=len(get_args(GrantedScope)))
     ttl_seconds: float | None = Field(default=None, gt=0, le=10 * 365 * 86_400)  # None: no end
     worker_id: Name | None = None
-    # Whose jobs it submits and controls, with the scope train; None: any team's.
+    # Whose jobs it submits and controls, with the scope train; None: any team's, any project's.
     team: Team | None = None
+    project: ProjectName | None = Field(default=None, exclude_if=is_none)
 
 
 class CreateJoinToken(Record):
@@ -168,13 +172,11 @@ DataSelector = Annotated[
 class AllowPurpose(Record):
     """Allow data to be used for a purpose; no teams or projects: of any."""
 
-    purpose: Name
+    purpose: Name  # that the data may be used for
     # (): the snapshots that carry the purpose as their label
     data: tuple[Annotated[DataSelector, Field(max_length=1000)], ...] = Field((), max_length=100)
-    teams: tuple[Team, ...] = Field(default=(), max_length=100)
-    projects: tuple[Annotated[Text, Field(min_length=1, max_length=100)], ...] = Field(
-        default=(), max_length=100
-    )
+    teams: tuple[Team, ...] = Field(default=(), max_length=100)  # who may; (): all teams
+    projects: tuple[ProjectName, ...] = Field(default=(), max_length=100)  # (): for all projects
     reason: Text = Field(default="", max_length=500)
     ttl_seconds: float | None = Field(default=None, gt=0, le=10 * 365 * 86_400)  # None: no end
 
@@ -184,24 +186,24 @@ class PurposeRule(Record):
     stays in the table.
     """
 
-    rule_id: Annotated[str, StringConstraints(pattern=RULE_ID)]
-    purpose: Name
-    data: tuple[str, ...]
-    teams: tuple[str, ...]
-    projects: tuple[str, ...]
+    rule_id: Annotated[str, StringConstraints(pattern=RULE_ID)]  # by which it is withdrawn
+    purpose: Name  # that the data may be used for
+    data: tuple[str, ...]  # beginnings of URLs, or labels of snapshots
+    teams: tuple[str, ...]  # who may; (): all teams
+    projects: tuple[str, ...]  # for which; (): all projects
     reason: str = ""
     approver: str  # the name of the admin's token
     allowed_at: float  # seconds since the Unix epoch, as all times
-    expires_at: float | None = None
-    revoked_at: float | None = None
-    revoked_by: str = ""
+    expires_at: float | None = None  # seconds since the Unix epoch; None: never
+    revoked_at: float | None = None  # seconds since the Unix epoch; None: it holds
+    revoked_by: str = ""  # the token's name
 
     def is_in_force(self, now: float) -> bool:
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
 
 
 class PurposeList(Record):
-    rules: tuple[PurposeRule, ...]
+    rules: tuple[PurposeRule, ...]  # those that no longer hold too
 
 
 class PurposesShown(PurposeList):

@@ -20,6 +20,7 @@ from paceline.schemas.base import (
     Record,
     Text,
     is_empty,
+    is_none,
     require_no_password,
 )
 from paceline.schemas.events import Event
@@ -52,15 +53,19 @@ class CreateDeployment(Record):
 
     model_id: ModelId | Literal[""] = ""
     version: Name | Literal[""] = ""
+    # s3://bucket/prefix, or a path below security.source_roots
     source_url: Annotated[str, AfterValidator(require_no_password)] = Field(
         min_length=1, max_length=2048
     )
+    # by name; (): by selector
     target_workers: tuple[Name, ...] = Field(default=(), max_length=20_000)
     selector: Text | None = Field(default=None, max_length=2000)  # schemas.selectors; "": all alive
     topology: Topology = Topology.AUTO
-    max_failed: float = Field(default=0.05, ge=0, le=1)
+    max_failed: float = Field(default=0.05, ge=0, le=1)  # share of targets that may die
     seed: int = Field(default=0, ge=-COUNT_MAX, le=COUNT_MAX)
     allow_older: bool = False  # allow a version older than a target's active one; else Conflict
+    # what the source's manifest must be, else CorruptData; left out where it is not given
+    manifest_digest: Text | None = Field(default=None, exclude_if=is_none)
     flow_run_id: Text | None = Field(default=None, max_length=64)
     run_id: Text | None = Field(default=None, max_length=64)
 
@@ -74,7 +79,7 @@ class CreateDeployment(Record):
 class CreatedDeployment(Record):
     deployment_id: str
     status: DeploymentStatus
-    estimated_time_seconds: float
+    estimated_time_seconds: float  # by the cost model
 
 
 class DeploymentView(Record):
@@ -82,28 +87,28 @@ class DeploymentView(Record):
 
     deployment_id: str
     status: DeploymentStatus
-    progress: float = Field(ge=0, le=1)
-    workers_complete: tuple[Name, ...]
-    workers_failed: tuple[Name, ...]
-    deployment: Deployment
+    progress: float = Field(ge=0, le=1)  # share of bytes held by living targets
+    workers_complete: tuple[Name, ...]  # that have verified the whole model
+    workers_failed: tuple[Name, ...]  # that died or gave up
+    deployment: Deployment  # all that is stored of it
 
 
 class DeploymentList(Record):
-    deployments: tuple[Deployment, ...]
+    deployments: tuple[Deployment, ...]  # oldest first
 
 
 class WorkerProgressList(Record):
-    workers: tuple[WorkerProgress, ...]
+    workers: tuple[WorkerProgress, ...]  # each target
 
 
 class Success(Record):
-    success: bool = True
+    success: bool = True  # always true: a refusal is a Problem
 
 
 class RaiseOriginBudget(Record):
     """Raise a deployment's origin budget by ``extra_bytes``."""
 
-    extra_bytes: int = Field(gt=0, le=2**60)
+    extra_bytes: int = Field(gt=0, le=2**60)  # besides those that it had
 
 
 class SwitchKind(StrEnum):
@@ -138,13 +143,13 @@ class SwitchView(Record):
     """The newest switch of a deployment, worker by worker."""
 
     deployment_id: str
-    kind: SwitchKind
+    kind: SwitchKind  # which way
     phase: SwitchPhase
     quorum: int = Field(ge=0)  # workers that must be ready before commands are sent
-    ready: int = Field(ge=0)
-    switched: int = Field(ge=0)
+    ready: int = Field(ge=0)  # workers that hold the version
+    switched: int = Field(ge=0)  # workers that serve it
     failure: Failure | None = None
-    workers: tuple[WorkerSwitch, ...]
+    workers: tuple[WorkerSwitch, ...]  # each target
 
     @property
     def waiting(self) -> tuple[str, ...]:
@@ -260,7 +265,7 @@ class HeartbeatAnswer(Record):
 
 
 class WorkerList(Record):
-    workers: tuple[Worker, ...]
+    workers: tuple[Worker, ...]  # lost ones too
 
 
 class EventList(Record):

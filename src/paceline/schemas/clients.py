@@ -10,7 +10,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from paceline.schemas.base import RUN_ID, ModelId, Name, Record, Sha256, Text, digest_of, is_none
+from paceline.schemas.base import (
+    RUN_ID,
+    ModelId,
+    Name,
+    Record,
+    Sha256,
+    Text,
+    digest_of,
+    is_empty,
+    is_none,
+)
 from paceline.schemas.records import Deployment, Worker
 from paceline.schemas.training import Approval, Evidence
 
@@ -82,6 +92,7 @@ class InstallationView(Record):
     token_name: str
     token_scopes: tuple[str, ...]
     token_team: str | None = Field(default=None, exclude_if=is_none)
+    token_project: str | None = Field(default=None, exclude_if=is_none)
     token_expires_at: float | None = None
 
 
@@ -102,6 +113,7 @@ class FlowRunView(Record):
     flow: Text
     run_id: Text
     team: Text = ""  # of a sweep's jobs
+    project: Text = Field(default="", exclude_if=is_empty)
     state: str  # Prefect's type: SCHEDULED, PENDING, RUNNING, COMPLETED, FAILED, CRASHED, …
     message: Text = ""
     page: str = ""

@@ -40,20 +40,20 @@ class TrainingUsage(Record):
     model_id: str = ""
     started_at: float | None = None  # of its run, seconds since the Unix epoch
     steps: int  # without those before ``began_at_step``
-    began_at_step: int = 0
+    began_at_step: int = 0  # 0: from the beginning
     seconds: float  # of wall-clock time
     by_class: dict[str, float] = {}  # the same by class, as rank 0 saw it
-    restarts: int = 0
+    restarts: int = 0  # of its gang
     accelerators: dict[str, int] = {}  # held all the time, by kind
-    tokens_per_step: float | None = None
-    tokens_per_second: float | None = None
-    epoch_tokens: int | None = None
+    tokens_per_step: float | None = None  # of the whole gang
+    tokens_per_second: float | None = None  # of the whole gang
+    epoch_tokens: int | None = None  # of one epoch of the data
     checkpoint_bytes: int | None = None  # of the generations that were kept
     egress_bytes: int | None = None  # that relays of the same run read from the object store
     queued_job_id: str = ""  # tj-…; "": no job of the queue is recorded for it
     attempt: int = 0  # of that job
     state: str = ""  # of an attempt: what the job became, or is
-    team: str = ""
+    team: str = ""  # that pays; "": none was said
     project: str = ""
     queue_s: float | None = None  # that it waited for its nodes, besides ``seconds``
 
@@ -126,15 +126,15 @@ class CostEstimate(Record):
     """What a training would take and cost, and what that is based on."""
 
     currency: str
-    steps: int
-    tokens: float
-    accelerators: dict[str, int]
-    tokens_per_second: Range
-    hours: Range
-    accelerator_hours: Range | None
-    energy_kwh: Range | None
-    price: Range | None
-    based_on: tuple[str, ...]
+    steps: int  # of the training
+    tokens: float  # that its steps read
+    accelerators: dict[str, int]  # by kind; "cpu": nodes without any
+    tokens_per_second: Range  # of the whole gang
+    hours: Range  # of wall-clock time
+    accelerator_hours: Range | None  # None: the time is unknown
+    energy_kwh: Range | None  # None: a kind has no [prices] watts
+    price: Range | None  # None: a kind has no price
+    based_on: tuple[str, ...]  # where each figure comes from, in words
 
 
 class MeshEstimate(Record):
@@ -176,7 +176,7 @@ class MeshEstimates(Record):
 class TrainingCosts(Record):
     """What trainings and attempts of jobs used, and the installation's prices."""
 
-    prices: PriceSettings
+    prices: PriceSettings  # by which the sums were made
     usages: tuple[TrainingUsage, ...]  # newest first
     left_out: int = 0  # older ones, because the answer would be too large
     without_result: int = 0  # trainings of MLflow that no job is recorded for

@@ -24,34 +24,34 @@ from paceline.schemas.records import DeploymentStatus, Failure, Findings, Invent
 class EventName(StrEnum):
     """Names of events; dotted, past tense."""
 
-    WORKER_REGISTERED = "worker.registered"
-    WORKER_LOST = "worker.lost"
-    WORKER_RETURNED = "worker.returned"
+    WORKER_REGISTERED = "worker.registered"  # an agent joined the fleet
+    WORKER_LOST = "worker.lost"  # no heartbeat for relay.lost_after_beats intervals
+    WORKER_RETURNED = "worker.returned"  # an agent registered again, as a new incarnation
     WORKER_FORGOTTEN = "worker.forgotten"  # lost a month ago
-    DEPLOYMENT_CREATED = "deployment.created"
-    DEPLOYMENT_PLANNED = "deployment.planned"
-    DEPLOYMENT_REPLANNED = "deployment.replanned"
-    DEPLOYMENT_STATUS_CHANGED = "deployment.status_changed"
+    DEPLOYMENT_CREATED = "deployment.created"  # accepted and stored
+    DEPLOYMENT_PLANNED = "deployment.planned"  # the first plan was sent to its workers
+    DEPLOYMENT_REPLANNED = "deployment.replanned"  # workers got new sources after a loss or return
+    DEPLOYMENT_STATUS_CHANGED = "deployment.status_changed"  # its data have the old and the new one
     DEPLOYMENT_SWITCHING = "deployment.switching"  # a quorum is ready: commands are sent
     DEPLOYMENT_SWITCH_REFUSED = "deployment.switch_refused"  # no commands were sent
     DEPLOYMENT_SWITCH_LATE = "deployment.switch_late"  # commanded long ago, without a quorum yet
-    DEPLOYMENT_ACTIVATED = "deployment.activated"
-    DEPLOYMENT_ROLLED_BACK = "deployment.rolled_back"
-    DEPLOYMENT_FORGOTTEN = "deployment.forgotten"
-    BUDGET_RAISED = "deployment.budget_raised"
+    DEPLOYMENT_ACTIVATED = "deployment.activated"  # a quorum of workers switched to the version
+    DEPLOYMENT_ROLLED_BACK = "deployment.rolled_back"  # a quorum switched to the version before
+    DEPLOYMENT_FORGOTTEN = "deployment.forgotten"  # closed long ago; only the audit history has it
+    BUDGET_RAISED = "deployment.budget_raised"  # more bytes may be read from the origin
     FLOW_STARTED = "deployment.flow_started"  # a Prefect flow run drives it
     FLOW_DELAYED = "deployment.flow_delayed"  # Prefect is unavailable: the start is retried
     FLOW_ENDED = "deployment.flow_ended"  # failed or crashed, while the deployment continued
-    WORKER_COMPLETED = "deployment.worker_completed"
-    WORKER_FAILED = "deployment.worker_failed"
-    SOURCE_LOST = "relay.source_lost"
-    PIECE_CORRUPT = "relay.piece_corrupt"
-    WORKER_SLOW = "relay.worker_slow"
-    WORKER_QUARANTINED = "relay.worker_quarantined"
-    CHANGE_ACCEPTED = "change.accepted"
-    CHANGE_REFUSED = "change.refused"
-    STAGE_FINISHED = "run.stage_finished"
-    JOB_CHANGED = "job.state_changed"
+    WORKER_COMPLETED = "deployment.worker_completed"  # it verified the whole model
+    WORKER_FAILED = "deployment.worker_failed"  # its data have the reason; other workers go on
+    SOURCE_LOST = "relay.source_lost"  # a worker's source closed the connection or stopped sending
+    PIECE_CORRUPT = "relay.piece_corrupt"  # a digest did not match; its data name the sender
+    WORKER_SLOW = "relay.worker_slow"  # it moved to the tail, where no worker waits for it
+    WORKER_QUARANTINED = "relay.worker_quarantined"  # it sent corrupt pieces: a source no longer
+    CHANGE_ACCEPTED = "change.accepted"  # a call that changed state, with the token that made it
+    CHANGE_REFUSED = "change.refused"  # a call that was not allowed or not valid, with the reason
+    STAGE_FINISHED = "run.stage_finished"  # a stage of a run is in the run's ledger
+    JOB_CHANGED = "job.state_changed"  # its data have the new state and its reason
 
 
 class Event(Record):

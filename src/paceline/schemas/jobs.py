@@ -83,15 +83,17 @@ class Resources(Record):
 
     ranks: int = Field(default=0, ge=0, le=65_536)  # 0: the profile's
     ranks_per_node: int = Field(default=0, ge=0, le=1024)  # 0: one for each accelerator, else one
-    accelerator: Text = Field(default="", max_length=100)  # "a100": a kind, or a part of its name
+    # a kind, or a part of its name
+    accelerator: Text = Field(default="", max_length=100, examples=["a100"])
     memory_bytes: int = Field(default=0, ge=0, le=2**60)  # of each accelerator, at least
     capacity: Literal["", "on-demand", "spot"] = ""  # "": any
     within: Literal["host", "domain", "rack", "zone", "fleet"] = "fleet"  # which it may not leave
-    # Where Slurm or Kubernetes admits jobs: the partition or Kueue's LocalQueue ("": the team's,
-    # else the profile's), and after how long the nodes are taken back (0: the profile's).
+    # Where Slurm or Kubernetes admits jobs: the partition or Kueue's LocalQueue; "": the team's,
+    # else the profile's.
     queue: Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9][-\w.]{0,62})?$")] = Field(
-        default="", exclude_if=is_empty
+        default="", exclude_if=is_empty, examples=["training"]
     )
+    # There too: after it the nodes are taken back; 0: the profile's.
     time_limit_s: float = Field(default=0, ge=0, le=366 * 86_400, exclude_if=is_empty)
 
 
@@ -100,6 +102,7 @@ class SubmitJob(Record):
 
     model_id: ModelId
     version: Name
+    # s3://…, as `paceline snapshot` prints it
     data_snapshot: Url = Field(
         min_length=1,
         max_length=2000,
@@ -109,7 +112,8 @@ class SubmitJob(Record):
     code_ref: Url = Field(
         default="", max_length=1000, validation_alias=AliasChoices("code_ref", "codeRef")
     )
-    resources: Resources = Resources()
+    resources: Resources = Resources()  # of the gang
+    # None: the profile's training.checkpoints
     checkpoint_policy: CheckpointSettings | None = Field(
         default=None, validation_alias=AliasChoices("checkpoint_policy", "checkpointPolicy")
     )
@@ -117,12 +121,13 @@ class SubmitJob(Record):
     seed: int | None = Field(default=None, ge=0, le=2**31)
     labels: Literal["true", "shuffled"] = "true"  # "shuffled" is the control
     continue_from: Annotated[str, StringConstraints(max_length=128)] = ""  # a finished training
-    name: Text = Field(default="", max_length=100)
+    name: Text = Field(default="", max_length=100)  # for lists and pages; "": none
     team: Team | Literal[""] = ""  # "": the token's, else "default"
     project: Text = Field(default="", max_length=100)
     # what the data are used for; "": the profile's data.purpose
     purpose: Name | Literal[""] = Field(default="", exclude_if=is_empty)
     priority: int = Field(default=0, ge=-100, le=100)  # higher first
+    # for the whole job; None and 0: no limit
     budget: Budget | None = Field(default=None, exclude_if=is_empty)
     # the snapshot on whose held-out split the result is judged; "": it is not judged
     evaluate_on: Url = Field(
@@ -170,13 +175,15 @@ class JobChange(Record):
     reason: Text = Field(default="", max_length=500)
     by: Text = Field(default="", max_length=128)  # who asked for it; "": the coordinator
     cause: LossCause = ""  # "": the attempt was not lost
+    # that was lost without its end: it is ended in Prefect, too
+    flow_run_id: Text = Field(default="", max_length=64, exclude_if=is_empty)
 
 
 class JobRank(Record):
     """One rank of a job's gang."""
 
-    rank: int = Field(ge=0)
-    host: Name
+    rank: int = Field(ge=0)  # from 0
+    host: Name  # the worker that it runs on
     state: Literal["starting", "running", "ended", "failed"]
     last_heartbeat: float
 
@@ -184,10 +191,13 @@ class JobRank(Record):
 class JobCheckpoint(Record):
     """A checkpoint of a job that its ranks may resume."""
 
-    step: int = Field(ge=0)
+    step: int = Field(ge=0)  # after which it was saved
     object_ref: Text = Field(max_length=1100)  # the URL of its directory
-    metrics: dict[str, float] = Field(default={}, max_length=20)
+    metrics: dict[str, float] = Field(default={}, max_length=20)  # of that step, by name
     created_at: float
+
+
+Page = Annotated[Text, StringConstraints(pattern=r"^https?://[!-~]+$", max_length=2000)]
 
 
 class JobReport(Record):
@@ -199,9 +209,9 @@ class JobReport(Record):
     training_digest: Sha256 | None = None  # of its result as recorded
     # of its evaluation as recorded, which a promotion asks for
     report_digest: Sha256 | None = Field(default=None, exclude_if=is_none)
-    attempt: int = Field(default=0, ge=0)
-    step: int = Field(default=0, ge=0)
-    steps: int = Field(default=0, ge=0)
+    attempt: int = Field(default=0, ge=0)  # of the job, from 1
+    step: int = Field(default=0, ge=0)  # the last one made
+    steps: int = Field(default=0, ge=0)  # that it makes in all
     made_steps: int = Field(default=0, ge=0)  # of this flow run, each counted once
     # after which step its first gang went on; None before
     began_step: int | None = Field(default=None, ge=0, exclude_if=is_none)
@@ -209,16 +219,19 @@ class JobReport(Record):
     seconds: dict[str, float] = Field(default={}, max_length=10)
     metrics: dict[str, float] = Field(default={}, max_length=100)  # of the last step
     checkpoints: tuple[JobCheckpoint, ...] = Field(default=(), max_length=32)  # newest last
-    workers: tuple[JobRank, ...] = Field(default=(), max_length=4096)
+    workers: tuple[JobRank, ...] = Field(default=(), max_length=4096)  # each rank of the gang
     # host → kind of failure → how often its ranks or the host ended this flow run's gang
     failures: dict[Name, dict[Text, int]] = Field(default={}, max_length=4096, exclude_if=is_empty)
-    notes: tuple[Text, ...] = Field(default=(), max_length=50)
+    notes: tuple[Text, ...] = Field(default=(), max_length=50)  # what a person should read
     # how the flow ended; None while it goes on
     outcome: Literal["succeeded", "failed", "cancelled"] | None = None
-    error: Text = Field(default="", max_length=2000)
+    error: Text = Field(default="", max_length=2000)  # of a failed flow; "": none
     review: Text = Field(default="", max_length=500)  # why a person must review it; "": no review
+    quarantined: int = Field(default=0, ge=0, exclude_if=is_empty)  # shards and samples passed over
     # its ranks have saved and left the hosts; it waits to be admitted again
     waits: bool = Field(default=False, exclude_if=is_empty)
+    # what it has shown elsewhere: data (the snapshot's validation), evaluation
+    pages: dict[Name, Page] = Field(default={}, max_length=10, exclude_if=is_empty)
 
 
 class JobPlacement(Record):
@@ -227,13 +240,13 @@ class JobPlacement(Record):
     hosts: dict[Name, int]  # host → ranks, each on a slot
     slots: dict[Name, int] = {}  # host → slots that it has; a gang of few ranks shares them
     level: Text  # host, domain, rack, zone or fleet: the smallest that holds the gang
-    score: float = 0.0
+    score: float = 0.0  # share of the place's free slots that it takes; 1: nothing left over
 
 
 class JobAllocation(Record):
     """What Slurm or Kubernetes holds for a job: one Slurm job, or one group of pods."""
 
-    engine: Literal["slurm", "kubernetes"]
+    engine: Literal["slurm", "kubernetes"]  # which of them admits jobs
     id: Text = Field(max_length=253)  # Slurm's job id, or the group's name
     state: Text = Field(max_length=100)  # in the engine's words, such as PENDING
     reason: Text = Field(default="", max_length=500)  # in the engine's words, such as Priority
@@ -242,7 +255,7 @@ class JobAllocation(Record):
 class JobUsage(Record):
     """What one attempt of a job held, from its admission to its end."""
 
-    attempt: int = Field(ge=0)
+    attempt: int = Field(ge=0)  # of the job, from 1
     accelerators: dict[str, int]  # by kind; "cpu": nodes without any
     since: float  # when its hosts were reserved
     queued_s: float = 0.0  # that it waited for them
@@ -251,6 +264,8 @@ class JobUsage(Record):
     steps: int = 0  # made, each counted once
     began_step: int | None = Field(default=None, exclude_if=is_none)  # as its report says
     ended: JobState | None = None  # what the job became
+    # of which its log is; "": it holds its hosts still (then it is the job's own), or had none
+    flow_run_id: Text = Field(default="", max_length=64, exclude_if=is_empty)
 
     @property
     def slots(self) -> int:
@@ -263,7 +278,7 @@ class TrainingJob(Record):
 
     job_id: QueuedJobId
     submission_id: Sha256  # of what was submitted: equal for identical jobs
-    spec: SubmitJob
+    spec: SubmitJob  # what was submitted
     run_id: Annotated[str, Field(pattern=RUN_ID)]
     state: JobState
     reason: Text = Field(default="", max_length=500)
@@ -272,20 +287,20 @@ class TrainingJob(Record):
     updated_at: float
     started_at: float | None = None  # the first flow run's start
     ended_at: float | None = None
-    submitted_by: Text = ""
+    submitted_by: Text = ""  # the token's name
     attempt: int = Field(default=0, ge=0)  # flow runs so far
     losses: int = Field(default=0, ge=0)  # of these, lost or ended by a passing failure
-    preemptions: int = Field(default=0, ge=0)
+    preemptions: int = Field(default=0, ge=0)  # how often it gave its hosts to a more urgent job
     adopted: bool = False  # its flow was started by someone else, and waits for admission itself
     # the adopted flow saves and waits again where it is preempted; one of an older release cannot
     yields: bool = Field(default=False, exclude_if=is_empty)
     flow_run_id: str | None = None
-    placement: JobPlacement | None = None
+    placement: JobPlacement | None = None  # of its last admission; None: not yet
     # the last one; None: the installation's own admission, or none is requested
     allocation: JobAllocation | None = Field(default=None, exclude_if=is_none)
     kind: Text = Field(default="", max_length=100)  # of its accelerators: it resumes on the same
     report: JobReport | None = None  # the last one that was stored
-    history: tuple[JobChange, ...] = ()
+    history: tuple[JobChange, ...] = ()  # oldest first
     usage: tuple[JobUsage, ...] = ()  # oldest first; the last may go on
     budget_warned: bool = False  # most of the budget is spent, or cannot be counted
 
@@ -305,7 +320,7 @@ class TrainingJob(Record):
 class JobView(Record):
     """A job, with its links."""
 
-    job: TrainingJob
+    job: TrainingJob  # all that is stored of it
     same_submission: tuple[QueuedJobId, ...] = ()  # identical jobs, which share one training
     pages: dict[str, str] = {}  # name → URL
     spent: float | None = None  # so far; None: no price, or it held nothing yet
@@ -316,22 +331,22 @@ class JobView(Record):
 class JobList(Record):
     """Jobs, the newest first."""
 
-    jobs: tuple[TrainingJob, ...]
+    jobs: tuple[TrainingJob, ...]  # one page
     total: int  # that match; ``jobs`` is a page of them
 
 
 class JobLog(Record):
     """Lines of a job's log, and the number to ask for next."""
 
-    lines: tuple[Text, ...]
-    after: int
+    lines: tuple[Text, ...]  # oldest first
+    after: int  # of the next call
     is_over: bool  # the flow run has ended, and this is its end
 
 
 class AdoptJob(Record):
     """A flow that someone else started asks to be admitted as a job."""
 
-    spec: SubmitJob
+    spec: SubmitJob  # what it trains, and on what
     yields: bool = False  # it saves and waits again where it is preempted
     run_id: Annotated[str, Field(pattern=RUN_ID)]
     flow_run_id: Text = Field(default="", max_length=64)
@@ -346,7 +361,7 @@ class ResumeJob(Record):
 class ReviewJob(Record):
     """A person's decision on a job that passed bad data over."""
 
-    accepted: bool
+    accepted: bool  # true: the job succeeded; false: it failed
     reason: str = Field(default="", max_length=500)
 
 

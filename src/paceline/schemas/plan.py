@@ -37,9 +37,11 @@ class Labels(Record):
     (``pool=a100``), by which selectors choose.
     """
 
+    # ranks on the same one are close; "": the worker itself
     host: Text = Field(default="", max_length=255)
     rack: Text = Field(default="", max_length=255)
     zone: Text = Field(default="", max_length=255)
+    # of your own, for selectors: { pool = "a100" }
     others: dict[
         Annotated[str, StringConstraints(pattern=LABEL_KEY)],
         Annotated[str, StringConstraints(pattern=LABEL_VALUE)],
@@ -55,7 +57,7 @@ class Labels(Record):
 class Source(Record):
     """A source of pieces: another worker, or the origin (S3 or a path)."""
 
-    kind: Literal["worker", "origin"]
+    kind: Literal["worker", "origin"]  # which of the two
     worker_id: Name | None = None  # kind == "worker"
     address: Text = Field(default="", max_length=300)  # "host:port" of the worker's peer port
     url: str = Field(default="", max_length=2048)  # kind == "origin": s3://bucket/prefix or a path
@@ -69,9 +71,9 @@ class Source(Record):
 class Lane(Record):
     """Read chunks ``[first_chunk, last_chunk]`` from ``source``; if it fails, from ``spares``."""
 
-    source: Source
+    source: Source  # where to read first
     spares: tuple[Source, ...] = ()  # in order of preference; the origin, if any, is last
-    first_chunk: int = Field(ge=0)
+    first_chunk: int = Field(ge=0)  # inclusive
     last_chunk: int = Field(ge=0)  # inclusive
     expected_bytes_s: float = Field(default=0.0, ge=0)  # the plan's estimate; 0: unknown
 
@@ -83,7 +85,7 @@ class WorkerLanes(Record):
     epoch: int = Field(ge=1)
     manifest_digest: Sha256
     worker_id: Name
-    lanes: tuple[Lane, ...]
+    lanes: tuple[Lane, ...]  # what it reads, and from where
     origin_budget_bytes: int = Field(ge=0)  # this worker's share of the origin budget, beyond
     # the bytes its process had reported when it was granted; None: beyond those it has read when
     # it receives these lanes
@@ -100,17 +102,17 @@ class WorkerLanes(Record):
 class Plan(Record):
     """The whole fleet's lanes for one deployment and epoch, in the order of the line."""
 
-    plan_version: Literal[1] = 1
+    plan_version: Literal[1] = 1  # of this format
     deployment_id: str
     epoch: int = Field(ge=1)
     topology: Topology
     manifest_digest: Sha256
     seed: int = 0
-    workers: tuple[WorkerLanes, ...]
-    predicted_seconds: float = Field(ge=0)
+    workers: tuple[WorkerLanes, ...]  # in the order of the line
+    predicted_seconds: float = Field(ge=0)  # by the cost model
     bound_seconds: float = Field(ge=0)  # lower bound: size / link
-    cross_rack_bytes: int = Field(ge=0)
-    origin_bytes: int = Field(ge=0)
+    cross_rack_bytes: int = Field(ge=0)  # that cross a rack's uplink
+    origin_bytes: int = Field(ge=0)  # that are read from the origin
     depth: int = Field(ge=1)  # longest path from the origin, in hops
 
     def lanes_of(self, worker_id: str) -> WorkerLanes | None:

@@ -45,7 +45,9 @@ class TrainJob(Record):
     snapshot_url: str
     snapshot_digest: Sha256
     purpose: str
-    # the label of the snapshot, where the table of purposes allows another one; None: the purpose
+    # The label of the snapshot where it is not the purpose, and the flow, which asked the table of
+    # purposes, took it all the same. Nodes cannot read the table: they check that the snapshot is
+    # the one of that decision, by digest, label and project. None: the purpose.
     data_label: str | None = Field(default=None, exclude_if=is_none)
     checkpoint_url: str  # s3://bucket/prefix of this job's generations
     settings: TrainingSettings
@@ -354,6 +356,8 @@ class ModelScore(_Compared):
     calibration_error: float | None = Field(default=None, exclude_if=is_none)
     parameters: int | None = Field(default=None, exclude_if=is_none)
     context: int | None = Field(default=None, exclude_if=is_none)  # positions it was made for
+    # tokens of the longest row that was scored; None in the report of an older version
+    judged_context: int | None = Field(default=None, exclude_if=is_none)
     serving: Serving | None = Field(default=None, exclude_if=is_none)
 
 
@@ -377,6 +381,16 @@ class MetricScore(_Compared):
     scores: dict[str, Interval]  # by model
 
 
+class TaskOverlap(Record):
+    """How many rows of a task, prompt and right answer, are in a training split: as a copy, or in
+    large part (``evaluation.overlap``)."""
+
+    task: str
+    rows: int
+    found: int
+    examples: tuple[str, ...] = ()  # "row 3 = training key", or how much of the row
+
+
 class Overlap(Record):
     """How many held-out documents are in the training split of one snapshot, by content: as a
     copy, or with at least half of their text (``evaluation.overlap``)."""
@@ -389,6 +403,7 @@ class Overlap(Record):
     # None in the report of an older version; copies count here, too
     overlapping: int | None = Field(default=None, exclude_if=is_none)
     overlapping_examples: tuple[str, ...] = Field(default=(), exclude_if=is_empty)
+    tasks: tuple[TaskOverlap, ...] = Field(default=(), exclude_if=is_empty)
 
 
 class EvaluationReport(Record):

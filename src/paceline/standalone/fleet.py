@@ -22,7 +22,6 @@ from paceline import errors
 from paceline.coordinator.state import Create, RaiseBudget
 from paceline.errors import (
     Conflict,
-    CorruptData,
     DeploymentFailed,
     NotReady,
     OriginBudgetExceeded,
@@ -123,14 +122,7 @@ def distribute(
             request.on_notice(said)
 
     manifest = resolve_manifest(source, objects, model_id, version, trust, notice)
-    if digest and manifest.digest != digest:
-        raise CorruptData(
-            "the source holds another model",
-            got=manifest.digest,
-            wanted=digest,
-            where=source,
-            do="Check the URL and the digest; a published version never changes.",
-        )
+    manifest.require_digest(digest, source)
     open_source = source_opener(objects, notice)
     url = str(source) if is_s3(source) else str(Path(source).resolve())
     new = [name for name in names if not (request.into / name).exists()]

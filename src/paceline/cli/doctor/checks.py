@@ -258,6 +258,11 @@ def accelerators() -> Iterator[Check]:
     if found is None:
         do = "Look at `nvidia-smi` and `dmesg`; in a container, pass the driver in."
         yield failed("gpus", "there is a GPU, and its driver does not answer", do)
+    elif len({each.split(",")[0] for each in found}) > 1:
+        do = "Move the others to another node to use them in trainings."
+        yield warning(
+            "gpus", f"ranks use those of the kind that most are of: {'; '.join(found)}", do
+        )
     else:
         yield ok("gpus", "; ".join(found) or "none")
 
@@ -343,6 +348,21 @@ def http_server(name: str, url: str, path: str, credentials: str, do: str) -> It
 
 
 @guarded("services")
+def gate(runtime: Runtime) -> Iterator[Check]:
+    """Whether an operator names the snapshots that decide on promotions."""
+    settings = runtime.profile.gate
+    models = {f"gate.models.{name}": own for name, own in settings.models.items()}
+    if runtime.endpoints.mlflow_url and (
+        open_ := [name for name, own in {"gate": settings, **models}.items() if not own.judged_on]
+    ):
+        yield warning(
+            "gate",
+            f"{', '.join(open_)}: judged_on is not set, so that who submits a model's first "
+            "champion chooses the data that it is judged on, and those after it",
+            "Name the snapshots with held-out data, or where they lie, in gate.judged_on.",
+        )
+
+
 def flows_and_cluster(runtime: Runtime) -> Iterator[Check]:
     """Prefect with its deployments, MLflow, and Dask's scheduler, where they are named."""
     endpoints = runtime.endpoints

@@ -14,9 +14,10 @@ from typing import Literal
 
 import click
 
+from paceline.cli.commands import Sections
 from paceline.cli.doctor import checks
 from paceline.cli.doctor.bundle import write_bundle
-from paceline.cli.options import json_option, state_option
+from paceline.cli.options import json_option, refuse_typed, state_option
 from paceline.client import Client
 from paceline.config import Runtime, find_installation
 from paceline.errors import InvalidInput, PacelineError
@@ -30,7 +31,7 @@ MOST_FINDINGS = 10
 FINDING_CHARS = 300
 
 
-@click.command()
+@click.command(cls=Sections, sections={"Without --servers": "bundle source state"})
 @click.option(
     "--bundle",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -56,6 +57,7 @@ def doctor(
     Exit code 1 where something failed; a warning alone is 0.
     """
     if servers:
+        refuse_typed("Without --servers", got="--servers")
         return _servers(as_json)
     if source and not source.startswith("s3://"):
         raise InvalidInput("not a source", got=source, wanted="s3://bucket/prefix")
@@ -127,6 +129,7 @@ def _checks(runtime: Runtime, place: Place, source: str) -> Iterator[Check]:
         yield from checks.certificates(named)
         yield from checks.stores(runtime)
         yield from checks.flows_and_cluster(runtime)
+        yield from checks.gate(runtime)
 
 
 def _client(runtime: Runtime, source: str) -> Iterator[Check]:

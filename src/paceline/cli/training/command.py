@@ -17,7 +17,6 @@ from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from paceline.cli.commands import Sections
 from paceline.cli.options import (
@@ -25,10 +24,12 @@ from paceline.cli.options import (
     job_settings,
     json_option,
     narrowed,
+    or_last,
     profile_options,
     project_option,
     purpose_option,
     read_profile,
+    refuse_typed,
     run_id_option,
     state_option,
     team_option,
@@ -67,7 +68,11 @@ SECTIONS = {
 @click.argument("model_id", required=False)
 @click.argument("version", required=False)
 @click.option(
-    "--snapshot", default=None, help="A data snapshot: its URL, or its directory on this disk."
+    "--snapshot",
+    default=None,
+    metavar="URL|last",
+    help="A data snapshot: its URL, its directory on this disk, or last: what this user made last "
+    "on the installation.",
 )
 @click.option(
     "--labels",
@@ -86,8 +91,8 @@ SECTIONS = {
     "--continue-from",
     metavar="JOB",
     default="",
-    help="Go on from the last checkpoint of this finished job (job-…, or its beginning), with more "
-    "--steps in all or another learning rate.",
+    help="Go on from the last checkpoint of this finished job (job-…, its beginning, or last on an "
+    "installation), with more --steps in all or another learning rate.",
 )
 @run_id_option
 @click.option(
@@ -137,9 +142,7 @@ SECTIONS = {
 @purpose_option
 @state_option
 @json_option
-@click.pass_context
 def train(
-    context: click.Context,
     model_id: str | None,
     version: str | None,
     snapshot: str | None,
@@ -170,30 +173,14 @@ def train(
     Every setting of a profile can be --set here, and what concerns the training (training.…,
     data.batching) on an installation: docs/reference/profile.md lists them.
     """
-    given = {
-        name
-        for name in ("output", "checkpoints", "mlflow", "profile", "state")
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-    }
     named = {"team": team, "project": project, "purpose": purpose}
     owner: dict[str, Any] = {name: value for name, value in named.items() if value}
     if model_id is None:
-        if "state" in given:
-            raise InvalidInput(
-                "--state is an installation's directory",
-                got="--state without MODEL_ID",
-                wanted="MODEL_ID VERSION --snapshot URL, or no --state",
-                do="Training on this machine alone keeps everything below --output.",
-            )
-        if owner:
-            raise InvalidInput(
-                "--team, --project and --purpose are for an installation's queue and table of "
-                "purposes",
-                got=f"{', '.join(f'--{name} {value}' for name, value in owner.items())} without "
-                "MODEL_ID",
-                wanted="MODEL_ID VERSION --snapshot URL, or none of them",
-                do="Training on this machine alone uses the profile's: --set data.purpose=…",
-            )
+        refuse_typed(
+            "On an installation", got="no MODEL_ID",
+            do="Training on this machine alone keeps everything below --output, and data have the "
+            "purpose and project of its profile: --set data.purpose=…",
+        )  # fmt: skip
         if str(output).startswith(("s3:/", "file:/")):
             raise InvalidInput(
                 "--output is a directory of this machine",
@@ -214,22 +201,19 @@ def train(
             wanted="MODEL_ID VERSION --snapshot URL",
             do="Leave out MODEL_ID to train on this machine alone.",
         )
-    if text or model or given - {"state"}:
-        raise InvalidInput(
-            "--text, --model, --output, --checkpoints, --mlflow and --profile are for training on "
-            "this machine alone",
-            got=f"MODEL_ID {model_id}",
-            do="An installation's profile decides them there.",
-        )
+    refuse_typed(
+        "On this machine", got=f"MODEL_ID {model_id}",
+        do="An installation's profile decides them there.",
+    )  # fmt: skip
     from paceline.cli.flows import FlowCall
 
     return FlowCall(state=state, run_id=run_id, as_json=as_json).run(
         "train.train_model",
         model_id=model_id,
         version=version,
-        snapshot_url=snapshot,
+        snapshot_url=or_last(snapshot, "url", state),
         labels=labels,
-        continue_from=continue_from or None,
+        continue_from=or_last(continue_from, "job_id", state) or None,
         steps=steps,
         ranks=ranks,
         settings=job_settings(overrides) or None,

@@ -10,16 +10,17 @@ from typing import Any, get_args
 
 import click
 
+from paceline.cli.commands import Sections
 from paceline.cli.options import (
     json_option,
     notice,
     print_table,
     read_profile,
+    refuse_typed,
     show,
     state_option,
 )
 from paceline.config import find_installation
-from paceline.errors import InvalidInput
 from paceline.jobs import (
     By,
     cost_of,
@@ -55,7 +56,14 @@ CLASS_NAMES = {
 }
 
 
-@click.command()
+@click.command(
+    cls=Sections,
+    sections={
+        "Show": "by csv_file",
+        "Estimate": "steps profile",
+        "Estimate with --steps": "tokens_per_step tokens_per_second accelerators",
+    },
+)
 @click.argument("run_id", required=False)
 @click.option("--by", type=click.Choice(get_args(By)), help="Sum up by one of these.")
 @click.option("--csv", "csv_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
@@ -90,8 +98,8 @@ def cost(
     """
     if run_id:
         require_run_prefix(run_id)
-    elif not steps and (accelerators or any(speeds.values())):
-        raise InvalidInput("an estimate of how much?", wanted="--steps N")
+    if not steps:
+        refuse_typed("Estimate with --steps", got="no --steps N")
     # With all figures and prices given no installation is needed.
     alone = profile is not None and steps is not None and not run_id
     reads = run_id or not steps

@@ -15,10 +15,12 @@ from pydantic import BaseModel
 
 from paceline.cli.commands import Sections
 from paceline.cli.options import (
+    SNAPSHOT,
     gang_options,
     job_settings,
     json_option,
     notice,
+    or_last,
     print_table,
     purpose_option,
     show,
@@ -67,7 +69,7 @@ def jobs() -> None:
 )
 @click.argument("model_id")
 @click.argument("version")
-@click.option("--snapshot", required=True, help="The data snapshot's URL.")
+@click.option("--snapshot", metavar="URL|last", required=True, help=SNAPSHOT)
 @gang_options
 @click.option("--code-ref", default="", help="A pinned function of security.code_sources.")
 @click.option("--continue-from", default="", metavar="TRAINING",
@@ -106,7 +108,7 @@ def submit(
 
     Its gang gets all its nodes at once or waits; the nodes get the version first.
     """
-    parameters = job_settings(overrides)
+    snapshot, parameters = or_last(snapshot, "url", state), job_settings(overrides)
     if steps is not None:
         parameters["training.steps"] = steps
     fields = given | ({"team": team} if team else {})
@@ -145,11 +147,14 @@ def submit(
 @click.option("--submitter", default="", help="The name of the token that submitted it.")
 @click.option("--model", default="", metavar="MODEL_ID")
 @click.option("--limit", type=click.IntRange(1, 500), default=50, show_default=True)
+@click.option("--offset", type=click.IntRange(0, 10**6), default=0, help="Leave the newest out.")
 @state_option
 @json_option
-def list_jobs(states: tuple[str, ...], state: Path | None, as_json: bool, **wanted: Any) -> int:
+def list_jobs(
+    states: tuple[str, ...], offset: int, state: Path | None, as_json: bool, **wanted: Any
+) -> int:
     """List jobs, the newest first: how far each is, and why it waits."""
-    found = _client(state).jobs(states, **wanted)
+    found = _client(state).jobs(states, offset=offset, **wanted)
     if as_json:
         click.echo(JobsShown(jobs=found.jobs, total=found.total).model_dump_json())
         return 0
@@ -170,8 +175,8 @@ def list_jobs(states: tuple[str, ...], state: Path | None, as_json: bool, **want
     ]
     head = "job name state progress team model priority age nodes reason"
     print_table(head.split(), rows)
-    if found.total > len(rows):
-        notice(f"{found.total - len(rows)} more: --limit, --status, --name, --team …", mark="")
+    if (more := found.total - offset - len(rows)) > 0:
+        notice(f"{more} more: --limit, --offset, --status, --name, --team …", mark="")
     return 0
 
 
@@ -190,23 +195,32 @@ def show_job(job: str, state: Path | None, as_json: bool) -> int:
 @jobs.command()
 @click.argument("job")
 @click.option("--follow", is_flag=True, help="Until the job ends.")
+@click.option("--attempt", type=click.IntRange(min=1),
+              help="Of this attempt's flow run (default: the newest).")  # fmt: skip
+@click.option("--tail", type=click.IntRange(1, 200), help="Only the last lines.")
 @state_option
 @click.option("--json", "as_json", is_flag=True,
               help="Print one JSON object; with --follow one a line.")  # fmt: skip
-def logs(job: str, follow: bool, state: Path | None, as_json: bool) -> int:
+def logs(
+    job: str, follow: bool, attempt: int | None, tail: int | None, state: Path | None, as_json: bool
+) -> int:
     """Print the log of JOB's flow."""
+    if follow and (attempt or tail):
+        raise click.UsageError("--follow shows the whole log: leave out --attempt and --tail.")
     client = _client(state)
     job_id = whole_job_id(client, job)
     if follow:
         return _followed_by_program(client, job_id) if as_json else _followed(client, job_id)
     after = 0
     lines: list[str] = []
-    while (found := client.job_log(job_id, after)).lines:
+    while (found := client.job_log(job_id, after, attempt=attempt or 0, tail=tail or 0)).lines:
         after = found.after
         if as_json:
             lines += found.lines
         else:
             click.echo("\n".join(found.lines))
+        if tail:
+            break
     if as_json:
         show(JobLogShown(job_id=job_id, lines=tuple(lines)), as_json)
     return 0
@@ -295,16 +309,16 @@ def _until_ended(
     on_line: Callable[[str], None],
 ) -> JobView:
     """Return the job once it has ended; meanwhile pass on its log and changes of its state."""
-    flow_run, after, said = None, 0, None
+    flow_run, attempt, after, said = None, 0, 0, None
     while True:
         view = retry(lambda: client.job(job_id), AWAY_S, notice)
         job = view.job
         if (job.state, job.reason) != said:
             on_state(job)
         said = job.state, job.reason
-        if job.flow_run_id != flow_run:
-            flow_run, after = job.flow_run_id, 0
-        found = retry(lambda: client.job_log(job_id, after), AWAY_S, notice)  # noqa: B023
+        if job.flow_run_id and job.flow_run_id != flow_run:
+            flow_run, attempt, after = job.flow_run_id, job.attempt, 0
+        found = retry(lambda: client.job_log(job_id, after, attempt=attempt), AWAY_S, notice)  # noqa: B023
         for each in found.lines:
             on_line(each)
         after = found.after
@@ -344,7 +358,7 @@ def _lines(view: JobView) -> list[str]:
         hosts = ", ".join(f"{host} ({n})" for host, n in sorted(job.placement.hosts.items()))
         level = job.placement.level
         where = "in several zones" if level == "fleet" else f"in one {level}"
-        lines.append(f"  nodes       {hosts}, {where}")
+        lines.append(f"  nodes       {hosts}, {where}, score {job.placement.score:.2f}")
     if report is not None:
         rate = report.metrics.get("tokens_per_second")
         speed = f", {rate:,.0f} tokens/s" if rate else ""

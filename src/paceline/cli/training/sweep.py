@@ -16,11 +16,13 @@ import click
 
 from paceline.cli.commands import Sections
 from paceline.cli.options import (
+    SNAPSHOT,
     ends_in_order,
     gang_options,
     job_settings,
     json_option,
     notice,
+    or_last,
     print_table,
     purpose_option,
     show,
@@ -79,7 +81,7 @@ def sweep() -> None:
 @click.argument("name")
 @click.argument("model_id")
 @click.argument("version")
-@click.option("--snapshot", "snapshot_url", required=True, help="The data snapshot's URL.")
+@click.option("--snapshot", "snapshot_url", metavar="URL|last", required=True, help=SNAPSHOT)
 @click.option("--space", type=click.Path(path_type=Path, dir_okay=False), required=True,
               help="The search space, a TOML file.")  # fmt: skip
 @click.option("--trials", type=click.IntRange(min=1), default=16, show_default=True,
@@ -120,6 +122,7 @@ def run(
 
     The same command again goes on: finished trials are kept, and running jobs are followed.
     """
+    given["snapshot_url"] = or_last(given["snapshot_url"], "url", state)
     settings = job_settings(overrides) | ({} if steps is None else {"training.steps": steps})
     made = Sweep.of({"space": read_space(space), "settings": settings, **given})
     with Client(state=state) as client:

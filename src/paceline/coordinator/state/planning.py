@@ -151,7 +151,9 @@ NEAR_SPARES = 2  # of each lane, that must be usable; a lost worker is a far spa
 
 
 def new_deployment(event: Create, fleet: Membership, settings: CoordinatorSettings) -> Deployment:
-    """Return the record of a new deployment; raises InvalidInput for an impossible request."""
+    """Return the record of a new deployment; raises InvalidInput for an impossible request,
+    CorruptData for another manifest than the one that it names.
+    """
     call, manifest = event.call, event.manifest
     if len(set(call.target_workers)) != len(call.target_workers):
         raise InvalidInput("a target worker is named twice", wanted="each target once")
@@ -162,6 +164,7 @@ def new_deployment(event: Create, fleet: Membership, settings: CoordinatorSettin
             wanted=f"{call.model_id} {call.version}",
             where=call.source_url,
         )
+    manifest.require_digest(call.manifest_digest, call.source_url)
     expected = _estimate(event, fleet, settings)
     return Deployment(
         deployment_id=event.deployment_id,

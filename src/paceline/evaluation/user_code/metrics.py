@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,7 +118,7 @@ def with_metrics(
     scored = [name for name in models if report.score(name)]
     for number, model in enumerate(scored):
         subject = local_model_digest(models[model])
-        outputs = _Outputs(models[model], held_out, tokenizer, allowed)
+        outputs = _Outputs(models[model], held_out, tokenizer, allowed, settings.context)
         for name, its in settings.metrics.items():
             key = subject, metric_digest(report.snapshot_digest, its)
             try:
@@ -160,8 +161,10 @@ class _Outputs:
         held_out: Sequence[HeldOutDocument],
         tokenizer: Tokenizer | None,
         allowed: AllowedCode,
+        context: int,
     ) -> None:
-        self._open = partial(TextModel.open, directory, tokenizer, allowed=allowed)
+        ways: dict[str, Any] = {"allowed": allowed, "context": context}
+        self._open = partial(TextModel.open, directory, tokenizer, **ways)
         self._held_out, self._tokenizer = held_out, tokenizer
         self._made: dict[int, list[MetricSample]] = {}  # by max_new_tokens
 

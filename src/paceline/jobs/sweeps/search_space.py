@@ -101,7 +101,9 @@ class Search(Record):
         default="none", description="Cancels jobs of bad trials."
     )
     seed: int | None = Field(default=None, ge=0, description="The sampler's.")
-    metric: str = Field(default="loss", max_length=200, description="Of the job's report.")
+    metric: str = Field(
+        default="loss", max_length=200, description="Of the job's report.", examples=["loss"]
+    )
     maximize: bool = Field(default=False, description="Search the highest; else the lowest.")
 
 

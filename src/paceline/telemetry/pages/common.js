@@ -106,7 +106,7 @@ export async function api(path, method = "GET", body = undefined) {
 export const may = (...scopes) =>
   Boolean(fleet.leader.leads && session.who?.token_scopes.some(each => scopes.includes(each)));
 export const mayOnJob = job => may("train", "deploy") &&
-  (!session.who.token_team || session.who.token_team === job.spec.team);
+  ["team", "project"].every(each => [undefined, job.spec[each]].includes(session.who["token_" + each]));
 
 export function action(label, what, consequence, path, method = "POST", body = undefined) {
   // A button that asks first, in a dialog that says what follows.

@@ -141,8 +141,8 @@ function drawLeader() {
     : ["this replica stands by; no leader is known"];
   fill($("leader"), ...(leads ? ["this replica leads"] : where), ", epoch " + epoch);
   if (!who) return;
-  const team = who.token_team ? ", team " + who.token_team : "";
-  $("who").textContent = who.token_name + " (" + who.token_scopes.join(", ") + team + ") · Paceline " + who.version;
+  const bound = ["team", "project"].map(each => who["token_" + each] && each + " " + who["token_" + each]);
+  $("who").textContent = who.token_name + " (" + [...who.token_scopes, ...bound].filter(Boolean).join(", ") + ") · Paceline " + who.version;
 }
 function drawTiles() {
   const flying = [...fleet.deployments.values()].filter(d => !FINAL.has(d.status));

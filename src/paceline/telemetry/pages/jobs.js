@@ -4,8 +4,9 @@ import {$, action, ago, api, bar, el, facts, fill, humane, jobLink, link, may, m
 
 const JOBS = "/v1/training-jobs", ENDED = ["needs_review", "succeeded", "failed", "cancelled"];
 const LIMIT = 100, LOG_LINES = 400, PAGES = 20; // of jobs in the list, lines that are kept, answers at once
-const PAGE_NAMES = {prefect: "Flow run in Prefect", mlflow: "Run in MLflow"};
-let log = {id: null, flow: null, after: 0, lines: []};
+const PAGE_NAMES = {prefect: "Flow run in Prefect", mlflow: "Run in MLflow", data: "Data in MLflow",
+  evaluation: "Evaluation in MLflow"};
+let log = {id: null, attempt: 0, after: 0, lines: []};
 
 const looks = state => ({needs_review: "stalled", succeeded: "complete"})[state] || state;
 const progress = report => {
@@ -48,12 +49,22 @@ export async function pollJob(id) {
     await readLog(view.job, path);
   } catch (error) { fill($("job-head"), el("h2", "", "Job ", el("span", "as-is", id)), el("p", "reason", error.message)); }
 }
+function attemptOf(job) { // whose log is shown: the one that is chosen, else the newest that has a flow run
+  const pick = $("job-attempt"), chosen = log.id === job.job_id ? pick.value : "";
+  const ran = [...new Set(job.usage.filter(each => each.flow_run_id).map(each => each.attempt).concat(job.flow_run_id ? [job.attempt] : []))];
+  fill(pick, ...ran.reverse().map((number, at) => Object.assign(el("option", "", "attempt " + number), {value: at ? number : ""})));
+  pick.value = chosen;
+  pick.hidden = ran.length < 2;
+  pick.onchange = () => pollJob(job.job_id);
+  return Number(pick.value) || Math.max(0, ...ran);
+}
 async function readLog(job, path) {
-  if (log.id !== job.job_id || log.flow !== job.flow_run_id) log = {id: job.job_id, flow: job.flow_run_id, after: 0, lines: []};
+  const attempt = attemptOf(job);
+  if (log.id !== job.job_id || log.attempt !== attempt) log = {id: job.job_id, attempt, after: 0, lines: []};
   const mine = log, box = $("job-log"), atEnd = box.scrollTop + box.clientHeight >= box.scrollHeight - 8;
   try {
     for (let page = 0; page < PAGES; page++) {
-      const answer = await api(path + "/logs?after=" + mine.after);
+      const answer = await api(path + "/logs?after=" + mine.after + "&attempt=" + attempt);
       mine.after = answer.after;
       mine.lines = mine.lines.concat(answer.lines).slice(-LOG_LINES);
       if (!answer.lines.length) break;
@@ -64,11 +75,12 @@ async function readLog(job, path) {
   box.textContent = text;
   if (atEnd) box.scrollTop = box.scrollHeight;
 }
-function drawJob({job, same_submission, pages}, path) {
+function drawJob({job, same_submission, pages, spent, currency}, path) {
   const spec = job.spec, report = job.report, place = job.placement;
   const metrics = Object.entries(report?.metrics || {}).filter(([name]) => name !== "loss")
     .map(([name, value]) => name.replaceAll("_", " ") + " " + humane(name, value)).join(", ");
-  const links = ["prefect", "mlflow"].filter(name => pages[name]).map(name => link(pages[name], PAGE_NAMES[name]));
+  const money = amount => amount.toFixed(2), budget = spec.budget ? " of " + money(spec.budget) : "";
+  const links = Object.keys(PAGE_NAMES).filter(name => pages[name]).map(name => link(pages[name], PAGE_NAMES[name]));
   fill($("job-head"), el("h2", "", "Job ", el("span", "as-is", spec.name || job.job_id), " ", pill(job.state, looks(job.state))),
     job.reason && el("p", ENDED.includes(job.state) ? "reason" : "quiet", job.reason),
     report?.steps ? el("p", "meter", meter(job), el("b", "number", progress(report))) : "",
@@ -79,7 +91,8 @@ function drawJob({job, same_submission, pages}, path) {
       ["Run", job.run_id + (job.attempt > 1 ? ", flow run " + job.attempt : "")], ["Training", report?.training_id],
       ["Lost", job.losses ? number(job.losses) + " flow runs" : ""], ["Preempted", job.preemptions ? number(job.preemptions) + " times" : ""],
       ["Nodes", place && el("span", "", ...Object.keys(place.hosts).sort().slice(0, 50).flatMap(host => [workerLink(host), " "]),
-        place.level === "fleet" ? "" : "in one " + place.level)],
+        place.level === "fleet" ? "in several zones" : "in one " + place.level, ", score " + place.score.toFixed(2))],
+      ["Cost", spent !== null || budget ? (job.usage.length ? spent === null ? "not known" : money(spent) : money(0)) + budget + " " + currency : ""],
       ["Figures", metrics], ["Same as", same_submission.length ? el("span", "", ...same_submission.flatMap(id =>
         [jobLink(id), " "]), "(identical jobs share one training)") : ""]]));
   fill($("job-more"),

@@ -1,0 +1,68 @@
+"""The generated reference says what each thing means, and hand-written tables follow the code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from docs import hooks
+from paceline import errors
+from tests.project.test_dials import ROOT
+
+# Records of these routes; agents call the others.
+USED = re.compile(r"### `[A-Z]+ (/deployments.*|/workers(/\{worker_id\})?|/v1/.*)`")
+
+
+def rows(page: str) -> Iterator[tuple[str, str, str]]:
+    """Yield heading, name and last cell of each row of the tables of ``page``."""
+    heading = ""
+    for line in page.splitlines():
+        heading = line if line.startswith("#") else heading
+        if line.startswith("| `"):
+            name, *_, last = re.split(r"(?<!\\) \| ", line[2:-2])
+            yield heading, name.strip("`"), last.strip()
+
+
+@pytest.mark.parametrize("page", ["profile_keys", "events"])
+def test_every_key_and_every_event_has_a_meaning(page: str) -> None:
+    found = [*rows(getattr(hooks, page)().split("## Items of the event stream")[0])]
+    assert len(found) > 25
+    assert not [(heading, name) for heading, name, meaning in found if not meaning]
+
+
+def test_every_field_of_the_routes_that_users_call_has_a_meaning() -> None:
+    routes, records = hooks.routes().split("## Records")
+    parts = {each.split("\n", 1)[0]: each for each in records.split("\n### ")}
+    used = [each for each in re.split(r"^(?=### )", routes, flags=re.MULTILINE) if USED.match(each)]
+    known, left = set[str](), re.findall(r"\[(\w+)\]\(#", "".join(used))
+    while left:
+        if (name := left.pop()) not in known:
+            known.add(name)
+            left += re.findall(r"\[(\w+)\]\(#", parts[name])
+    found = [row for name in known for row in rows(f"### {parts[name]}")]
+    assert len(used) > 15
+    assert {"Deployment", "TrainingJob", "Worker"} <= known
+    assert not [(heading, name) for heading, name, meaning in found if not meaning]
+
+
+def test_the_exit_codes_are_those_of_the_errors() -> None:
+    text = (ROOT / "docs/reference/errors.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| ([\d, ]+) \|", text, re.MULTILINE)
+    listed = {int(code) for cell in cells for code in cell.split(",")}
+    kinds = [each for each in vars(errors).values() if hasattr(each, "exit_code")]
+    assert len(kinds) > 30
+    # done, terminated, and a closed pipe are no errors
+    assert listed == {0, 143, 141} | {each.exit_code for each in kinds}
+
+
+def test_the_words_of_the_glossary_are_used_elsewhere() -> None:
+    glossary = ROOT / "docs/reference/glossary.md"
+    cells = re.findall(r"^\| (\w[^|]*) \|", glossary.read_text(encoding="utf-8"), re.MULTILINE)
+    pages = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("src/paceline/**/*.py")]
+    text = " ".join(each.read_text(encoding="utf-8") for each in pages if each != glossary)
+    used = re.sub(r"[-\s_]+", " ", text).lower()
+    words = [word.replace("-", " ") for cell in cells[1:] for word in re.split(r"[,:] ", cell)]
+    assert len(words) > 60
+    assert not [word for word in words if not re.search(rf"\b{word.lower()}", used)]

@@ -1,0 +1,167 @@
+"""Where a champion exists, its snapshot judges, or another release of the same source: a submitter
+does not choose the data that a candidate is judged on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from paceline.cli.doctor import checks
+from paceline.config import DataSettings, Endpoints, GateSettings, Policy
+from paceline.schemas import GateDecision
+from paceline.storage import DiskStore
+from paceline.tasks import promote
+from paceline.tasks._support import sealed
+from paceline.tasks._support.run import Run, StageResult
+from paceline.tasks.prepare import build_data_snapshot
+from tests.evaluation.reports import LINEAGE, SNAPSHOT
+from tests.registry.bundles import make_evidence
+from tests.security.test_a_forged_report_is_refused import BASE, Bucket, judged, run_of
+
+CHECK = "snapshot that may judge"
+OF_BEFORE = "8" * 64
+SETTINGS = DataSettings(held_out_share=0.3, purpose="tests", project="tests")
+
+
+def decided(
+    run: Run, monkeypatch: pytest.MonkeyPatch, judged_before: str | None, **policy: Any
+) -> GateDecision:
+    """Return the gate's decision on a report on SNAPSHOT; the champion was judged on another."""
+    monkeypatch.setattr(promote.artifacts, "table", lambda *_: None)
+    gate = GateSettings(except_baselines=("ngram", "gzip", "xz"), **policy)
+    profile = run.runtime.profile.model_copy(update={"gate": gate})
+    run.runtime = run.runtime.model_copy(update={"profile": profile})
+    evidence = make_evidence("bytelm", "1").model_copy(update={"snapshot_digest": judged_before})
+    champion = SimpleNamespace(evidence=evidence, source_url="s3://m/3", manifest_digest=BASE)
+    run.__dict__["mlflow_run"] = "1"
+    run.__dict__["registry"] = SimpleNamespace(
+        champion=lambda _: None if judged_before is None else champion,
+        log_metrics=lambda *_: None,
+        log_artifact_text=lambda *_: None,
+    )
+    evaluation = judged("e" * 64)
+    evaluation = evaluation.model_copy(update={"models": evaluation.models | {"champion": BASE}})
+    base = cast(Any, SimpleNamespace(model_id="bytelm"))
+    return promote.gate.fn(run, base, evaluation, dict(LINEAGE))
+
+
+def test_another_snapshot_than_the_champions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(Bucket())
+    assert decided(run, monkeypatch, None).passed, "the first one"
+    assert decided(run, monkeypatch, SNAPSHOT).passed
+    (reason,) = decided(run, monkeypatch, OF_BEFORE).reasons
+    assert reason.startswith(f"{CHECK}: got {SNAPSHOT}, wanted {OF_BEFORE}")
+    assert "gate.judged_on" in reason
+    assert decided(run, monkeypatch, OF_BEFORE, judged_on=(SNAPSHOT,)).passed
+    (reason,) = decided(run, monkeypatch, SNAPSHOT, judged_on=("s3://b/held-out",)).reasons
+    assert reason.startswith(f"{CHECK}: got ")
+
+
+@pytest.mark.parametrize(("exam", "passes"), [("a" * 64, True), ("b" * 64, False), ("", False)])
+def test_another_release_of_the_same_source_may_judge(
+    monkeypatch: pytest.MonkeyPatch, exam: str, passes: bool
+) -> None:
+    run = run_of(Bucket())
+    sealed.note(run, "exam", OF_BEFORE, "a" * 64)
+    if exam:
+        sealed.note(run, "exam", SNAPSHOT, exam)
+    assert decided(run, monkeypatch, OF_BEFORE).passed is passes
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Callable[..., str | None]:
+    """Return what the installation recorded of the snapshot that it builds of a directory."""
+
+    def stage(name: str, _inputs: object, work: Callable[[], Any], **_: object) -> StageResult:
+        return StageResult(stage=name, output=work(), seconds=0.0, reused=False)
+
+    records, known = run_of(Bucket()), run_of(Bucket()).runtime
+
+    def built(
+        files: dict[str, str], name: str = "ours", *, own: str = "stdlib", **reading: Any
+    ) -> str | None:
+        for file, text in files.items():
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / file).write_text(text)
+        runtime = SimpleNamespace(
+            profile=SimpleNamespace(data=SETTINGS.model_copy(update={"source": own})),
+            data_url=DiskStore.url_of(tmp_path / "data"),
+            secrets=known.secrets, records_url=known.records_url,
+        )  # fmt: skip
+        run: Any = SimpleNamespace(
+            runtime=runtime, store=_Both(records.store), work_dir=tmp_path, stage=stage,
+            warn=lambda _: None, report=lambda *_: None,
+        )  # fmt: skip
+        output = build_data_snapshot.fn(run, str(tmp_path / name), reading).output
+        return sealed.referred(records, "exam", output["digest"])
+
+    return built
+
+
+class _Both(DiskStore):
+    """A disk, with the records in memory."""
+
+    def __init__(self, records: Any) -> None:
+        super().__init__()
+        self._records = records
+
+    def put_bytes(self, url: str, data: bytes, **more: Any) -> Any:
+        of = self._records if "/records/" in url else super()
+        return of.put_bytes(url, data, **more)
+
+    def get_bytes(self, url: str, max_bytes: int = 1 << 30) -> bytes:
+        of = self._records if "/records/" in url else super()
+        return of.get_bytes(url, max_bytes)
+
+
+def test_a_release_is_known_by_its_source_and_what_it_holds_out(
+    build: Callable[..., str | None],
+) -> None:
+    texts = {f"{n}.txt": f"text {n}" for n in range(20)}
+    ours = build(texts)
+    assert ours is not None
+    assert build({"more.txt": "one more"}) == ours, "new data of the same source"
+    for reading in ({"seed": 7}, {"held_out_share": 0.5}):
+        assert build({}, **reading) != ours
+    assert build({}, shard_bytes=2048) == ours, "the split is the same"
+    assert build({f"{n}.txt": f"easy {n}" for n in range(20)}, "theirs") not in (ours, None)
+
+
+def test_a_copy_of_the_source_does_not_become_it(build: Callable[..., str | None]) -> None:
+    """The copy's snapshot is the same, to the byte; what the copy becomes later is not."""
+    texts = {f"{n}.txt": f"text {n}" for n in range(20)}
+    ours = build(texts)
+    assert build(texts, "theirs") == ours
+    assert build({"easy.txt": "easy"}, "theirs") != ours
+
+
+def test_the_profiles_own_source_is_not_taken_by_a_copy_that_came_first(
+    build: Callable[..., str | None], tmp_path: Path
+) -> None:
+    texts = {f"{n}.txt": f"text {n}" for n in range(20)}
+    theirs = build(texts, "theirs")
+    ours = build(texts, own=str(tmp_path / "ours"))
+    assert ours not in (theirs, None)
+    assert build({"more.txt": "one more"}) == ours
+    assert build({"more.txt": "other"}, "theirs") == theirs
+
+
+def test_doctor_warns_where_any_snapshot_may_judge() -> None:
+    runtime = run_of(Bucket()).runtime
+
+    def found(gate: GateSettings, mlflow_url: str = "http://127.0.0.1:5000") -> list[str]:
+        profile = runtime.profile.model_copy(update={"gate": gate})
+        endpoints = Endpoints(mlflow_url=mlflow_url)
+        asked = runtime.model_copy(update={"profile": profile, "endpoints": endpoints})
+        return [each.found for each in checks.gate(asked)]
+
+    (line,) = found(GateSettings(models={"m": Policy(judged_on=("s3://b",))}))
+    assert line.startswith("gate: judged_on is not set")
+    (line,) = found(GateSettings(judged_on=("s3://b",), models={"m": Policy()}))
+    assert line.startswith("gate.models.m: judged_on")
+    assert found(GateSettings(judged_on=("s3://b",))) == []
+    assert found(GateSettings(), mlflow_url="") == [], "nothing is promoted here"
