@@ -6,10 +6,9 @@ from typing import Any
 
 from paceline.flows.lifecycle import run_lifecycle
 from paceline.flows.promote import promote_model
-from paceline.schemas import RunSummary
+from paceline.schemas import Promoted, RunSummary
 from paceline.tasks._support import approval
 from paceline.tasks._support.declaring import declared
-from paceline.tasks._support.results import Promoted
 from paceline.tasks._support.run import Run
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from paceline.schemas import Distributed, Verified
 from paceline.tasks import distribute as stages
 from paceline.tasks._support.declaring import (
     AnyModelId,
@@ -14,7 +15,6 @@ from paceline.tasks._support.declaring import (
     declared,
 )
 from paceline.tasks._support.lineage import recorded
-from paceline.tasks._support.results import Distributed, Verified
 from paceline.tasks._support.run import Run
 from paceline.tasks.publish import published_url
 

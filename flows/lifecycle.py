@@ -28,7 +28,7 @@ from paceline.tasks._support.summary import summarise
 from paceline.tasks.evaluate import published_tasks, require_judgeable
 from paceline.tasks.promote import has_champion
 from paceline.tasks.publish import published_url
-from paceline.tasks.train import require_base
+from paceline.tasks.train import exporting, require_base
 
 
 @declared("lifecycle", "lifecycle {model} {data}")
@@ -58,9 +58,11 @@ def run_lifecycle(
         profile = with_job_settings(run.runtime.profile, settings or {})  # this too
         inputs = prepare_inputs(data, model, **owner, **here)
         base_url = published_url(run, inputs.model_id, inputs.version)
+        named = inputs.model_id, inputs.version
+        profile = exporting(run, profile, settings or {}, *named, promotes=True)
         require_judgeable(run, profile, inputs.snapshot_url, base_url)
         require_one_process(run, run.manifest(base_url))
-        require_base(run, profile, inputs.model_id, inputs.version, inputs.snapshot_url)
+        require_base(run, profile, *named, inputs.snapshot_url)
         # Where there is a champion the nodes go on running it until it is replaced.
         first = not has_champion(run, inputs.model_id)
         relayed = distribute_model(inputs.model_id, inputs.version, activate=first, **here)

@@ -6,11 +6,11 @@ from typing import Annotated
 
 from prefect.transactions import transaction
 
+from paceline.schemas import Champion, Promoted, PublishedModel
 from paceline.tasks import distribute, promote
 from paceline.tasks._support import approval, sealed
 from paceline.tasks._support.declaring import Approver, ModelId, Reference, Report, about, declared
 from paceline.tasks._support.lineage import recorded
-from paceline.tasks._support.results import Promoted, PublishedModel, Registered
 from paceline.tasks._support.run import Run
 from paceline.tasks.prepare import snapshot_reference
 from paceline.tasks.publish import published_url
@@ -74,6 +74,6 @@ def promote_model(
             model_id=base.model_id,
             version=published["version"],
             gate=decision,
-            registry=Registered(**promoted),
+            registry=Champion(**promoted),
             published=PublishedModel(model_id=base.model_id, **published),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from paceline.schemas import Inputs, PublishedModel, SnapshotMade
 from paceline.storage import is_remote
 from paceline.tasks._support.declaring import (
     AnyModelId,
@@ -17,7 +18,6 @@ from paceline.tasks._support.declaring import (
     declared,
 )
 from paceline.tasks._support.lineage import recorded
-from paceline.tasks._support.results import Inputs, PublishedModel, Snapshot
 from paceline.tasks._support.run import Run
 from paceline.tasks.prepare import (
     build_data_snapshot,
@@ -56,12 +56,12 @@ def build_snapshot(
     ] = None,
     state_dir: str | None = None,
     run_id: str | None = None,
-) -> Snapshot:
+) -> SnapshotMade:
     """Make an immutable snapshot of the samples at ``data`` (a directory, a file, s3://…)."""
     run = Run.open(state_dir, run_id)
     with recorded(run, "build-snapshot"):
         given = reading.given() if reading else None
-        return Snapshot(**build_data_snapshot(run, data, given).output)
+        return SnapshotMade(**build_data_snapshot(run, data, given).output)
 
 
 @declared("prepare-inputs", "prepare the inputs {model} {data}")
@@ -87,7 +87,7 @@ def prepare_inputs(
         permitted_snapshot(run, snapshot["url"], users=users)  # before a node is busy
         base = base or publish_base_model(run, snapshot).output
         return Inputs(
-            snapshot=Snapshot(**snapshot),
+            snapshot=SnapshotMade(**snapshot),
             base=PublishedModel(**base),
             model_id=base["model_id"],
             version=base["version"],

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from paceline.flows.distribute import distribute_model
+from paceline.schemas import RolledBack
 from paceline.tasks._support.declaring import ModelId, declared
 from paceline.tasks._support.lineage import recorded
-from paceline.tasks._support.results import RolledBack
 from paceline.tasks._support.run import Run
 from paceline.tasks.promote import restore_previous
 

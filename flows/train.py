@@ -32,7 +32,7 @@ from paceline.tasks._support.scores import require_one_process
 from paceline.tasks.evaluate import require_judgeable
 from paceline.tasks.prepare import permitted_snapshot, require_own_expectations, validate_data
 from paceline.tasks.publish import published_url
-from paceline.tasks.train import profile_of, require_base, train
+from paceline.tasks.train import exporting, profile_of, require_base, train
 from paceline.training import stored_training_id
 
 
@@ -102,9 +102,9 @@ def train_model(
     ``{"training.lora.r": 8}``; what runs on the nodes, and the gate, stay the profile's.
 
     With ``evaluate_on`` the result is judged as evaluate-model does, on the hosts of the gang.
-    A base model that these settings cannot train, and user code whose model could not be judged,
-    are refused before a node is busy. What else turns out not to be judged is trained all the same:
-    a note says why.
+    A base model that these settings cannot train, an export that the model's policy would refuse,
+    and user code whose model could not be judged, are refused before a node is busy. What else
+    turns out not to be judged is trained all the same: a note says why.
     """
     run = Run.open(state_dir, run_id)
     if continue_from:
@@ -141,6 +141,7 @@ def train_model(
         link.on_admission = permitted  # hours may pass until then: a rule may have been revoked
         require_own_expectations(run, snapshot_url)
         profile = profile_of(run, given, continue_from, code_ref)
+        profile = exporting(run, profile, given, model_id, version)
         if evaluate_on:
             base_url = published_url(run, model_id, version)
             require_judgeable(run, profile, snapshot_url, base_url)

@@ -14,17 +14,20 @@ from typing import Any
 import pandas as pd
 from prefect.runtime import flow_run
 
+from paceline.client import movement
 from paceline.cluster import by_number
 from paceline.errors import CorruptData, NotFound, NotReady, StorageFull, TemporaryError, WorkerLost
 from paceline.manifest import Manifest
 from paceline.registry import resolve_source
 from paceline.relay.store import has_published, missing_bytes_on_node, verify_copy
 from paceline.schemas import (
+    Activated,
     CreateDeployment,
     DeploymentView,
+    Moved,
     Topology,
+    Verified,
     WorkerProgress,
-    digest_of,
     select_workers,
 )
 from paceline.storage import is_remote
@@ -32,7 +35,6 @@ from paceline.tasks import publish
 from paceline.tasks._support import artifacts, deployment
 from paceline.tasks._support.cancelling import stop_if_cancelled
 from paceline.tasks._support.lineage import log_relay
-from paceline.tasks._support.results import Activated, Moved, Verified
 from paceline.tasks._support.run import BRIEFLY_S, Run
 from paceline.tasks._support.stages import stage
 from paceline.units import size
@@ -310,40 +312,7 @@ def _relay_report(run: Run, view: DeploymentView) -> dict[str, Any]:
         frame.to_dict(orient="records"),
         "What each node received, reused, sent and confirmed",
     )
-    plan = run.coordinator.plan(view.deployment_id)
-    record = view.deployment
-    return {
-        "deployment_id": view.deployment_id,
-        "workers": len(view.workers_complete),
-        "workers_failed": list(view.workers_failed),
-        "topology": str(record.topology),
-        "slow": [each.worker_id for each in progress if each.standing == "tail"],
-        "quarantined": [each.worker_id for each in progress if each.standing == "quarantined"],
-        "epoch": record.epoch,
-        "seconds": float(record.seconds or 0.0),
-        "predicted_seconds": record.predicted_seconds,
-        "bound_seconds": record.bound_seconds,
-        "total_bytes": record.total_bytes,
-        "origin_bytes": int(frame["origin_bytes"].sum()),
-        "received_bytes": int(frame["received_bytes"].sum()),
-        "refetched_bytes": int(frame["refetched_bytes"].sum()),
-        "pieces_reused": int(frame["reused_pieces"].sum()),
-        "bytes_reused": int(frame["reused_bytes"].sum()),
-        # an upper bound: reused bytes are not counted by rack
-        "cross_rack_bytes": min(plan.cross_rack_bytes, int(frame["received_bytes"].sum())),
-        "plan": {
-            "topology": str(plan.topology),
-            "line": [each.worker_id for each in plan.workers],
-            "predicted_seconds": plan.predicted_seconds,
-            "bound_seconds": plan.bound_seconds,
-            "cross_rack_bytes": plan.cross_rack_bytes,
-            "origin_bytes": plan.origin_bytes,
-            "depth": plan.depth,
-        },
-        "receipts_digest": digest_of(
-            [each.receipt.model_dump(mode="json") for each in progress if each.receipt]
-        ),
-    }
+    return movement(view, progress, run.coordinator.plan(view.deployment_id))
 
 
 def receipts_frame(progress: list[WorkerProgress]) -> pd.DataFrame:

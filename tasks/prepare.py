@@ -44,8 +44,8 @@ CHECKED_LATER = {"expectations", "max_drift"}  # they decide nothing of what is 
 # With the source, they decide which text a snapshot holds out: of two releases of one source with
 # the same of these, one may judge what the other judged before.
 EXAM = {
-    "format", "text_field", "key_field", "slice_field", "features", "missing_features",
-    "max_tokens", "max_bytes", "held_out_share", "seed", "purpose", "project",
+    "format", "text_field", "key_field", "slice_field", "slice_fields", "features",
+    "missing_features", "max_tokens", "max_bytes", "held_out_share", "seed", "purpose", "project",
 }  # fmt: skip
 NOTED_DRIFT = 0.1  # of a column
 MOST_COMPARED = 60  # columns: a record of the ledger is at most 64 KiB

@@ -28,6 +28,7 @@ from paceline.schemas import (
     Evaluation,
     Evidence,
     GateDecision,
+    Restored,
     TrainResult,
     canonical_json,
     digest_of,
@@ -35,7 +36,6 @@ from paceline.schemas import (
 from paceline.tasks._support import artifacts, sealed
 from paceline.tasks._support.cancelling import stop_if_cancelled
 from paceline.tasks._support.lineage import code_version
-from paceline.tasks._support.results import Restored
 from paceline.tasks._support.run import Run, StageResult
 from paceline.tasks._support.stages import stage
 from paceline.tasks.publish import publish_progress, published_url

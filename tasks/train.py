@@ -23,6 +23,7 @@ from paceline.schemas import (
     TrainingData,
     TrainJob,
     TrainResult,
+    digest_of,
 )
 from paceline.tasks._support import artifacts, cancelling, sealed
 from paceline.tasks._support.figures import Figures, points_of, record_job, record_result
@@ -32,6 +33,7 @@ from paceline.tasks.distribute import holds_everywhere, relay, start_agents
 from paceline.tasks.publish import published_url
 from paceline.text import shortened
 from paceline.training import (
+    base_facts,
     check_base,
     code_ref_task_size,
     config_digest,
@@ -39,6 +41,7 @@ from paceline.training import (
     earlier_job,
     result_data_settings,
     run_job,
+    settings_for,
     store_job,
     with_derived_id,
 )
@@ -67,7 +70,11 @@ def train(
 
     Raises TrainingFailed when the gang used up its restarts.
     """
-    profile = profile_of(run, own, continue_from, code_ref)
+    asked = profile_of(run, own, continue_from, code_ref)
+    profile = exporting(run, asked, own, manifest.model_id, manifest.version)
+    for name in ("export_dtype", "export_program"):
+        if (value := getattr(profile.training, name)) != getattr(asked.training, name):
+            run.warn(f"training.{name} is {str(value).lower()}, as the model's policy asks")
     purpose = purpose or run.runtime.profile.data.purpose
     label, project = snapshot["label"], snapshot["project"]
     known = run.trainers(nodes)
@@ -216,14 +223,37 @@ def profile_of(
     return _with_code(profile, code_ref) if code_ref else profile
 
 
+def exporting(
+    run: Run,
+    profile: Profile,
+    own: Collection[str],
+    model_id: str,
+    version: str,
+    *,
+    promotes: bool = False,
+) -> Profile:
+    """Return ``profile`` with the export that the model's policy asks for; raises as
+    ``settings_for``, whose ``given`` is ``own``."""
+    policy = run.runtime.profile.gate.policy(model_id)
+    facts = base_facts(published_url(run, model_id, version), run.store)
+    training = settings_for(profile.training, policy, own, facts, promotes=promotes)
+    return profile.model_copy(update={"training": training})
+
+
 def require_base(
     run: Run, profile: Profile, model_id: str, version: str, snapshot_url: str
 ) -> None:
-    """Raise what ``check_base`` does where ``profile`` cannot train the published version."""
-    if not profile.training.code_ref:
-        url = published_url(run, model_id, version)
-        snapshot = load_snapshot(snapshot_url, run.store)
-        check_base(url, run.store, profile.training, profile.model.context, snapshot)
+    """Raise what ``check_base`` does where ``profile`` cannot train the published version; asked
+    again within a run, nothing is done."""
+    if profile.training.code_ref:
+        return
+    url, context = published_url(run, model_id, version), profile.model.context
+    asked = digest_of([url, snapshot_url, context, profile.training.model_dump(mode="json")])
+    if asked not in run.checked:  # a lifecycle has asked before its training does
+        check_base(
+            url, run.store, profile.training, context, load_snapshot(snapshot_url, run.store)
+        )
+        run.checked.add(asked)
 
 
 def _with_code(profile: Profile, code_ref: str) -> Profile:

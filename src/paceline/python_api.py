@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.client import Client
+from paceline.client import Client, runtime_of
 from paceline.config import (
     Profile,
     Runtime,
@@ -383,7 +383,7 @@ def installation(state: Path | str | None = None) -> Runtime | None:
         if state is not None:
             raise
         return None
-    return Client.of(found).runtime()
+    return runtime_of(Client.of(found))
 
 
 def _profile(name: str, settings: Settings | None) -> Profile:

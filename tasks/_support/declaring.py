@@ -116,7 +116,7 @@ JobSettings = Annotated[
     dict[str, Any] | None,
     about(
         "More settings",
-        "Of this training, by their keys in a profile (docs/reference/profile.md).",
+        'Of this training, by their keys in a profile ("Profile keys" in the documentation).',
         {"training.lora.r": 8, "data.batching": "packed"},
     ),
 ]
@@ -146,6 +146,7 @@ class Reading(Chosen):
     )
     key_field: str | None = some("What names a sample.", examples=["key"])
     slice_field: str | None = some("Whose values are slices of the evaluation.", examples=["lang"])
+    slice_fields: list[str] | None = some("Or several columns.", examples=[["lang", "topic"]])
     features: list[str] | None = some(
         "Parquet files to join by the key field.", examples=[["s3://bucket/features.parquet"]]
     )

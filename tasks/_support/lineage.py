@@ -118,7 +118,9 @@ def links(run: Run) -> dict[str, str]:
 
 
 def _open(run: Run, flow_name: str) -> None:
-    run.registry.log_tags(run.mlflow_run, page_tags(f"paceline {flow_name}", code_version()))
+    named = {"mlflow.runName": flow_run.get_name() or f"{flow_name} {run.run_id}"}
+    tags = page_tags(f"paceline {flow_name}", code_version())
+    run.registry.log_tags(run.mlflow_run, tags | named)
     run.registry.log_params(
         run.mlflow_run,
         {

@@ -106,6 +106,7 @@ class Run:
         self.depth = 0  # how many flows of this run are open in this process
         self.driving: list[str] = []  # deployments under way because of this run
         self.job: JobLink | None = None  # of the training flow that is open
+        self.checked: set[str] = set()  # what was found to be trainable
         self._manifests: dict[str, Manifest] = {}
         self._lock = threading.Lock()
         self._registered: set[str] = set()

@@ -7,11 +7,14 @@ from typing import Any
 
 from paceline.schemas import (
     DataFigures,
+    Distributed,
     DistributionSummary,
     Evaluated,
     EvaluationFigures,
     EvaluationReport,
+    Inputs,
     ModelFigures,
+    Promoted,
     RegistryFigures,
     RunSummary,
     StageLine,
@@ -20,7 +23,6 @@ from paceline.schemas import (
 )
 from paceline.tasks._support import artifacts
 from paceline.tasks._support.lineage import links
-from paceline.tasks._support.results import Distributed, Inputs, Promoted
 from paceline.tasks._support.run import Run
 
 
@@ -58,12 +60,12 @@ def summarise(
         training=_training(training),
         evaluation=_evaluation(report),
         gate=promotion.gate,
-        registry=_pick(
-            RegistryFigures, registry.model_dump() | {"version": registry.registry_version}
-        ),
+        registry=_pick(RegistryFigures, registry.model_dump() | {"version": promotion.version}),
         links=links(run) | {"model": registry.url},
         notes=tuple(run.summary.notes),
     )
+    named = f"lifecycle {summary.model.model_id} {summary.model.version}"
+    run.registry.log_tags(run.mlflow_run, {"mlflow.runName": named})
     artifacts.markdown("summary", as_markdown(summary), "The run on one screen")
     return summary
 
@@ -102,8 +104,8 @@ def as_markdown(summary: RunSummary) -> str:
             f"Held-out files: {summary.evaluation.documents}, {summary.evaluation.bytes} bytes",
             _table("model | bits per byte | 95 % interval", scores),
             f"**{registry.alias}**: {registry.model_id} v{model.version}, in MLflow's numbering "
-            f"version {registry.version} (before it: {registry.previous or 'none'}), evidence "
-            f"{registry.evidence_digest[:12]}…",
+            f"version {registry.registry_version} (before it: {registry.previous or 'none'}), "
+            f"evidence {registry.evidence_digest[:12]}…",
             "\n".join(f"- {note}" for note in summary.notes),
         )
     )

@@ -8,9 +8,11 @@ import time
 import pytest
 
 from paceline.api import serve
+from paceline.client import Client
 from paceline.errors import Conflict, PortInUse, ServiceUnavailable
 from paceline.schemas import EventName
 from tests.api.conftest import FakeAgent, creation, make_model, make_runtime, running
+from tests.support.command import require_schema
 
 DEADLINE_S = 30.0
 
@@ -61,6 +63,35 @@ def test_cancel_returns_once_every_living_agent_has_stopped(served):
     until(beats, "the cancel is confirmed")
     thread.join()
     assert agent.cancelled == {d}
+
+
+def test_a_program_gets_what_distribute_prints_as_a_record(served):
+    url, manifest = make_model(served.runtime.state_dir, version="v0-typed")
+    agents = [FakeAgent(served.client(), f"node-{index}") for index in (8, 9)]
+    for agent in agents:
+        agent.register()
+    ended = threading.Event()
+
+    def beats():
+        while not ended.wait(0.02):
+            for agent in agents:
+                agent.beat(manifest)
+
+    thread = threading.Thread(target=beats)
+    thread.start()
+    try:
+        with Client(served.url, served.runtime.secrets.coordinator_token) as program:
+            answer = program.distribute(url, to="node-8,node-9", digest=manifest.digest)
+    finally:
+        ended.set()
+        thread.join()
+    assert (answer.model_id, answer.version, answer.activated) == ("m", "v0-typed", 2)
+    assert answer.relay.received_bytes == 2 * manifest.total_size
+    assert answer["relay"]["workers"] == answer.verify.vouched == 2, "by name, as a dict had it"
+    assert answer.activate.activated == ("node-8", "node-9")
+    require_schema("distribute", answer.model_dump_json())
+    with pytest.raises(KeyError):
+        answer["nothing"]
 
 
 def test_killed_coordinator_resumes_deployments_and_duplicates_none(served):
@@ -127,7 +158,7 @@ def test_agents_complete_and_activate_and_the_process_stops_cleanly(served):
     def activated():
         for agent in agents:
             agent.beat(manifest)
-        names = [each.name for each in client.events().events]
+        names = [each.name for each in client.events().events if each.deployment_id == d]
         return EventName.DEPLOYMENT_ACTIVATED in names
 
     until(activated, "the activation is told")

@@ -9,20 +9,23 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 
+from paceline.api import PrefectStarter
 from paceline.cli import flows
 from paceline.cli.commands import COMMANDS, GROUPS, group_of, leaves
-from paceline.cli.flows import FlowCall, made_and_next
+from paceline.cli.flows import FlowCall, _pages, flow_name, made_and_next
 from paceline.cli.main import cli
 from paceline.cli.options import again, one_of, or_last, print_table, remember
 from paceline.cli.progress import StageBars
 from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.errors import InvalidInput, NotFound
+from paceline.schemas import PRINTED, SCHEMAS, FlowAnswer, VerifyAnswer, flow_answer
 from paceline.tasks._support.run import StageUpdate
-from tests.support.command import paceline
+from tests.support.command import paceline, short_of
 
 
 def walked(command: click.Command, *words: str) -> list[tuple[tuple[str, ...], click.Command]]:
@@ -182,6 +185,16 @@ def test_without_a_terminal_what_a_stage_waits_for_is_a_line_at_once(
     assert said == ["started", "waits"]
 
 
+def test_each_command_with_json_has_a_schema_of_what_it_prints() -> None:
+    prints = {short_of(words) for words, command in EVERY if "--json" in opts_of(command)}
+    assert prints == PRINTED.keys()
+    assert {name for names in PRINTED.values() for name in names} <= SCHEMAS.keys()
+
+
+def opts_of(command: click.Command) -> set[str]:
+    return {opt for each in command.params for opt in each.opts}
+
+
 def test_an_id_by_its_beginning() -> None:
     known = ("3f1c-a", "3f1c-b", "77aa-c", "77aa")
     assert one_of("deployment", "3f1c-b", known) == "3f1c-b"
@@ -193,18 +206,43 @@ def test_an_id_by_its_beginning() -> None:
 
 
 def test_a_flow_ends_with_what_it_made_and_the_next_command() -> None:
+    def ends(flow: str, given: dict[str, Any], **result: Any) -> list[str]:
+        name = flow_name(flow)
+        return made_and_next(flow, given, flow_answer(name, "run-1", [], result))
+
     url = "s3://b/data/1"
-    lines = made_and_next("publish.build_snapshot", {"run_id": "r", "url": url})
+    lines = ends("publish.build_snapshot", {}, url=url)
     assert lines[0] == f"made:     {url}"
     assert lines[1].endswith(f"--snapshot {url}")
-    given = {"model_id": "org/m", "run_id": "r", "report_digest": "d"}
-    judged = made_and_next("evaluate.evaluate_model", given)
+    judged = ends("evaluate.evaluate_model", {"model_id": "org/m"}, report_digest="d")
     moved = {"model_id": "m", "version": "2", "relay": {"workers": 4, "deployment_id": "d-1"}}
     for switched, then in (({"active": 4}, "status"), (None, "activate d-1")):
-        lines = made_and_next("distribute.distribute_model", moved | {"activate": switched})
+        lines = ends("distribute.distribute_model", {}, **moved, activate=switched)
         assert lines[1] == f"next:     paceline {then}"
-    assert judged[1] == "next:     paceline promote org/m --report r"
-    assert made_and_next("train.train_model", {"run_id": "r"}) == [], "the ledger dropped it"
+    assert judged[1] == "next:     paceline promote org/m --report run-1"
+    assert ends("train.train_model", {}) == [], "the ledger dropped it"
+
+
+def test_a_flow_ends_with_its_own_pages_or_the_servers_start_pages(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    url = "http://127.0.0.1:9"
+    known = Endpoints(prefect_api_url=f"{url}/api", prefect_ui_url=url, mlflow_url=url,
+                      coordinator_url=url)  # fmt: skip
+    here = Runtime(profile=Profile(), state_dir=tmp_path, endpoints=known, secrets=Secrets())
+    run = "run-20261120-153600-9f3a1c"
+    assert _pages(here, run, {}) == {"prefect": url, "mlflow": url}, "none of them answers"
+    monkeypatch.setattr(PrefectStarter, "page_of_run", lambda _self, which: f"{url}/{which}")
+    assert _pages(here, run, {"links": {"prefect": url}})["prefect"] == f"{url}/{run}"
+
+
+def test_a_result_is_the_record_of_its_flow_or_has_the_fields_of_another_version() -> None:
+    given = {"verified": 4, "nodes": ["n"], "seconds": 1.0, "manifest_digest": "d", "more": 1}
+    found = flow_answer("verify-model", "run-1", ["a note"], given)
+    assert isinstance(found, VerifyAnswer)
+    assert (found.verified, found.notes, found["more"]) == (4, ("a note",), 1)
+    older = flow_answer("verify-model", "run-1", None, {"verified": 4})
+    assert (type(older), older["verified"], older.notes) == (FlowAnswer, 4, ())
 
 
 def test_the_command_that_goes_on_names_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

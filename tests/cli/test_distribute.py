@@ -41,6 +41,10 @@ def test_one_command_brings_a_directory_to_workers(tmp_path: Path) -> None:
     assert answer.activated
     told = run(model, "--into", tmp_path / "nodes", "--workers", "3", cwd=tmp_path)
     assert "3 of 3 workers" in told.stdout
+    first = min(each.path for each in answer.receipts)
+    assert told.stdout.endswith(
+        f"made:     {first} and 2 more\nnext:     paceline generate {first} PROMPT\n"
+    )
     assert "already there 1,200,006" in told.stdout
     (model / "config.json").write_text("[]")
     named = ("--model", "other", "--as-version", "7")

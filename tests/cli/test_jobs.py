@@ -18,7 +18,7 @@ from paceline.client import CoordinatorClient
 from paceline.config import Endpoints, PriceSettings
 from paceline.errors import Conflict, InvalidInput, NotFound
 from paceline.schemas import AdoptJob, JobReport, JobState, SubmitJob, new_run_id, schema_text
-from tests.api.conftest import FakeAgent, Served, make_runtime
+from tests.api.conftest import FakeAgent, Served, creation, make_model, make_runtime
 from tests.journeys.guide import commands
 from tests.support.command import paceline
 from tests.support.stack import wait_until
@@ -114,6 +114,7 @@ def test_lists_show_progress_and_are_filtered(served: Served) -> None:
     assert shown["pages"]["mlflow"].endswith("/#/experiments/7/runs/abc")
     assert shown["pages"]["fleet"].endswith(f"/fleet#job={running}")
     assert shown["job"]["report"]["notes"] == ["a note"]
+    assert (shown["status"], shown["state"]) == ("complete", "running"), "the command's, the job's"
     waits = said(served, "job", "show", waiting)
     assert "/runs/" not in waits["pages"]["mlflow"], "it has no run yet: the server's page"
 
@@ -151,6 +152,20 @@ def end_all(client: CoordinatorClient) -> None:
         if not each.state.is_final:
             client.change_job(each.job_id, "cancel")
             client.report_job(each.job_id, JobReport(at=0, outcome="cancelled"))
+
+
+def test_where_leads_to_the_runs_own_pages(served: Served) -> None:
+    job_id = adopt(served, name="found", resources={"ranks": 1}, seed=9)
+    job = served.client().job(job_id).job
+    found = paceline("where", job.run_id, "--json", "--state", served.runtime.state_dir)
+    links = json.loads(found.stdout)
+    assert links["mlflow"].endswith("/#/experiments/7/runs/abc")
+    assert links["fleet"] == f"{served.url}/fleet#job={job_id}"
+    url, _ = make_model(served.runtime.state_dir)
+    call = creation(url, ["node-0"], run_id=job.run_id)
+    made = served.client().create(call, "where").deployment_id
+    shown = paceline("where", job.run_id, "--state", served.runtime.state_dir).stdout
+    assert f"{served.url}/fleet#deployment={made}\n" in shown
 
 
 def test_a_program_pauses_resumes_and_cancels(served: Served) -> None:

@@ -37,6 +37,7 @@ from paceline.schemas import (
 )
 from paceline.storage import ObjectStore
 from tests.api.conftest import FakeAgent, Served, make_model, make_runtime
+from tests.registry.test_finding import RESULT
 from tests.support.command import Ended, paceline
 from tests.support.rclone import RcloneS3
 from tests.support.web import Call, Web, serving
@@ -375,7 +376,8 @@ def test_a_flow_is_started_there_and_followed_to_its_result(
     person: Served, prefect: Prefect, admin: AccessClient
 ) -> None:
     prefect.state, prefect.started = "COMPLETED", []
-    output = {"result": {"training_digest": "d" * 64}, "notes": ["a rank restarted"]}
+    result = RESULT.model_dump(mode="json") | {"training_digest": "d" * 64}
+    output = {"result": result, "notes": ["a rank restarted"]}
     admin.ledger_put(
         StageRecord(
             stage=FLOW_RESULT,

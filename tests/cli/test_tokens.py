@@ -77,6 +77,17 @@ def test_a_join_token_names_its_worker_and_the_authority(served):
     assert made["token"].endswith(made["ca_sha256"])
 
 
+def test_a_workers_tokens_are_revoked_in_one_object(served):
+    words = ("--scope", "worker", "--worker-id", "node-7", "--name")
+    made = [
+        said(served, "token-made", "tokens", "create", *words, name)["record"]["token_id"]
+        for name in ("old", "new")
+    ]
+    ended = said(served, "token-revoked", "tokens", "revoke", "--worker-id", "node-7")
+    assert set(ended["token_ids"]) == set(made)
+    assert ended["token_id"] in made
+
+
 def test_a_group_join_token_is_listed_with_uses_left_expiry_and_networks(served):
     words = ("--nodes", "200", "--ttl", "2h", "--from", "10.1.0.0/16", "--from", "fd00::/8")
     made = said(served, "token-made", "tokens", "join", *words)["record"]

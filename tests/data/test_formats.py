@@ -418,6 +418,30 @@ def test_a_columns_values_are_slices(source: Path, tmp_path: Path, format_: str)
         built(source, tmp_path / "store", slice_field="lang")
 
 
+@pytest.mark.parametrize("format_", ["jsonl", "parquet"])
+def test_values_of_several_columns_are_slices(source: Path, tmp_path: Path, format_: str) -> None:
+    rows = [
+        {"key": str(n), "text": f"text {n}", "lang": lang, "topic": topic}
+        for n, (lang, topic) in enumerate([("en", "law"), ("de/AT", None), (None, "x=y")])
+    ]
+    if format_ == "jsonl":
+        (source / "all.jsonl").write_text("\n".join(json.dumps(each) for each in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), source / "all.parquet")
+    made = built(source, tmp_path / "store", format=format_, slice_fields=("lang", "topic"))
+    assert sorted(read(made, tmp_path / "cache")) == [
+        "lang=(none)/topic=x=y/2", "lang=de_AT/topic=(none)/1", "lang=en/topic=law/0",
+    ]  # fmt: skip
+    for wrong, words in (
+        ({"slice_fields": ("lang",)}, "slice_fields: a column of JSONL or Parquet"),
+        ({"slice_field": "a", "slice_fields": ("b",), "format": "jsonl"}, "set one of them"),
+        ({"slice_fields": ("size",), "format": "jsonl"}, "size names other slices"),
+        ({"slice_fields": ("a/b",), "format": "jsonl"}, "pattern"),
+    ):
+        with pytest.raises(ValidationError, match=words):
+            built(source, tmp_path / "store", **wrong)
+
+
 def test_samples_may_be_frames_alone(source: Path, tmp_path: Path) -> None:
     rows = [{"key": f"k{n}", "frames": [[n, n + 1]] * (n + 1)} for n in range(12)]
     (source / "all.jsonl").write_text("\n".join(json.dumps(each) for each in rows))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from paceline.errors import InvalidSnapshot
 from paceline.evaluation import SHORTEST_PREFIX_BYTES, Resampler, choose_prefixes, slice_rows
+from paceline.schemas import Interval
 
 
 def resampler(sizes: np.ndarray, samples: int = 400, seed: int = 0) -> Resampler:
@@ -77,13 +80,38 @@ def test_nothing_held_out_is_an_error() -> None:
         choose_prefixes([("a", b"")], 4096)
 
 
+def resampled(bits: Any, sizes: Any) -> Interval:
+    return Resampler(sizes, samples=200, confidence=0.9, seed=3).ratio(bits)
+
+
+def test_each_column_has_slices_with_paired_intervals() -> None:
+    random = np.random.default_rng(0)
+    langs, topics = ("en", "de", "fr"), ("law", "code")
+    names = [f"lang={langs[n % 3]}/topic={topics[n % 2]}/a/{n}" for n in range(60)]
+    documents = choose_prefixes([(name, b"x" * 200) for name in names], 65_536)
+    sizes = np.array([float(len(each.text)) for each in documents])
+    base = sizes * random.uniform(1, 4, len(documents))
+    figures = {"candidate": base - random.uniform(0, 50, len(documents)), "base": base}
+    rows = slice_rows(figures, documents, resampled, most_values=2)
+    kinds = {(row["slice"], row["name"]) for row in rows if row["slice"] in ("lang", "topic")}
+    assert kinds == {
+        ("lang", "de"), ("lang", "en"), ("lang", "(others)"), ("topic", "law"), ("topic", "code"),
+    }  # fmt: skip
+    assert not [row for row in rows if row["slice"] == "directory"]
+    (german,) = [row for row in rows if row["name"] == "de"]
+    own = [at for at, each in enumerate(documents) if each.path.startswith("lang=de/")]
+    wanted = resampled((figures["candidate"] - base)[own], sizes[own])
+    assert german["difference_to"] == {"base": wanted.model_dump()}
+    assert wanted.low < wanted.value < wanted.high < 0
+
+
 def test_slices_cover_every_document_once() -> None:
     documents = choose_prefixes(
         [(f"{'abcdefghijk'[n % 11]}/{n}", b"x" * (50 + n)) for n in range(33)], 65_536
     )
     bits = np.array([8.0 * len(each.text) for each in documents])
     bits[7] *= 2
-    rows = slice_rows({"candidate": bits, "base": bits / 2}, documents)
+    rows = slice_rows({"candidate": bits, "base": bits / 2}, documents, resampled)
     for kind in ("size", "directory"):
         members = [row for row in rows if row["slice"] == kind]
         assert sum(int(str(row["documents"])) for row in members) == 33

@@ -84,7 +84,7 @@ def test_the_decision_names_its_policy_and_one_of_an_older_version_does_not() ->
     [
         ('max_latency = 3', "gate.models.acme.max_latency.*max_latency_ms"),
         ('max_regression = 2.0', "gate.models.acme.max_regression = 2.0"),
-        ('max_slice_regression = {colour = 0.1}', "max_slice_regression.colour"),
+        ('max_slice_regression = {":x" = 0.1}', "max_slice_regression"),
         ('min_documents = 4', "greater than or equal to 5"),
     ],
 )  # fmt: skip
@@ -156,6 +156,7 @@ def test_bounds_on_serving_are_of_what_was_measured_and_need_it() -> None:
         ({"size": 0.0}, []),  # 2.5 against 2.6, 2.3 against 2.4
         ({"size: 1 to 900 bytes": 0.0}, []),
         ({"directory": 0.1}, ["no regression in directory"]),  # the report has none
+        ({"colour: red": 0.1}, ["no regression in colour: red"]),
         ({"size: 5 to 6 bytes": 0.1}, ["no regression in size: 5 to 6 bytes"]),
     ],
 )
@@ -163,9 +164,22 @@ def test_slices_have_margins_of_their_own(margins: dict[str, float], refusals: l
     assert refused(Policy(**LOOSE, max_slice_regression=margins)) == refusals
 
 
+def test_a_slice_without_an_interval_is_refused() -> None:
+    report = passing()
+    rows = tuple({**each, "difference_to": {}} for each in report.slices)
+    policy = Policy(**LOOSE, max_slice_regression={"size": 0.5})
+    report = report.model_copy(update={"slices": rows})
+    decision = decide(report, policy, champion="champion", lineage=LINEAGE)
+    assert len([each for each in decision.checks if not each.passed]) == 2
+    assert decide(report, Policy(**LOOSE), champion="champion", lineage=LINEAGE).passed
+
+
 def test_a_slice_that_is_worse_refuses_alone() -> None:
     report = passing()
-    worse = dict(report.slices[0]) | {"bits_per_byte": {"candidate": 2.7, "champion": 2.6}}
+    worse = dict(report.slices[0]) | {
+        "bits_per_byte": {"candidate": 2.7, "champion": 2.6},
+        "difference_to": {"champion": interval(0.1, 0.02).model_dump()},
+    }
     report = report.model_copy(update={"slices": (worse, report.slices[1])})
 
     def names(margin: float, champion: str | None) -> list[str]:
@@ -173,8 +187,12 @@ def test_a_slice_that_is_worse_refuses_alone() -> None:
         decision = decide(report, policy, champion=champion, lineage=LINEAGE)
         return [each.name for each in decision.checks if not each.passed]
 
-    assert names(0.03, "champion") == ["no regression against champion in size: 1 to 900 bytes"]
-    assert names(0.04, "champion") == []
+    # 0.1 more of 2.6 is 0.038, and the interval's end 0.12 is 0.046
+    for margin in (0.03, 0.04):
+        assert names(margin, "champion") == [
+            "no regression against champion in size: 1 to 900 bytes"
+        ]
+    assert names(0.05, "champion") == []
     # before there is a champion, nodes run the base; this row has no figure of it
     assert names(0.5, None) == ["no regression against base in size: 1 to 900 bytes"]
 

@@ -83,8 +83,13 @@ def test_a_killed_demo_of_ones_own_text_goes_on_and_stops_at_ctrl_c(tmp_path: Pa
     assert marker["run_id"] in read
     for stage in ("snapshot", "base", "relay"):
         assert re.search(rf"\b{stage} +[0-9.]+ +already done", read), shown
+    assert "paceline lifecycle --model hf://org/name --data DIRECTORY" in shown + ended.out
     assert "gang restarted" in read
     assert "champion" in read
+    end = shown.split("  total ")[1].splitlines()
+    assert re.fullmatch(r" *\d+ s", end[0])
+    pages = ["prefect", "mlflow", "fleet", "state", "model", "Prefect", "MLflow", "The"]
+    assert [line.split()[0] for line in end[1:]] == pages, end
     assert re.search(r"xz\s", read)
     assert "the policy excepts ngram, gzip, xz" in read
 

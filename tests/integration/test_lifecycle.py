@@ -84,7 +84,8 @@ def test_the_registry_names_the_champion_with_its_evidence(
     registry = Registry.from_runtime(stack)
     champion = registry.champion(summary.model.model_id)
     assert champion is not None
-    assert champion.version == summary.registry.version
+    assert champion.version == summary.registry.registry_version
+    assert summary.registry.version == summary.model.version
     assert champion.manifest_digest == summary.model.manifest_digest
     assert champion.evidence is not None
     assert champion.evidence.run_id == summary.run_id
@@ -98,6 +99,10 @@ def test_one_run_id_is_found_everywhere(lifecycle: Ended, stack: Runtime) -> Non
     ended = paceline("where", run_id, "--json", state=stack.state_dir)
     tags = in_mlflow(stack, ended.answer["mlflow"])
     assert tags["paceline.run_id"] == run_id
+    model = summary_of(lifecycle).model
+    assert tags["mlflow.runName"] == f"lifecycle {model.model_id} {model.version}"
+    assert tags["mlflow.source.name"] == "paceline lifecycle"
+    assert "lower is better" in tags["mlflow.note.content"].lower()
     page, _, flow_run_id = ended.answer["prefect"].rpartition("/")
     assert page == f"{stack.endpoints.prefect_ui_url}/runs/flow-run"
     flow_run = prefect(stack, "GET", f"/flow_runs/{flow_run_id}")

@@ -158,6 +158,7 @@ def test_ranks_that_do_not_wait(machine: Machine, line: int) -> None:
 class Installed(Machine):
     """The machine after what the README has a user type, but for the last line."""
 
+    began: str = ""  # what `paceline up` printed
     shown: str = ""  # of `paceline status`
     model: str = ""
     snapshot: str = ""
@@ -172,7 +173,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
     (directory / ".venv").symlink_to(sys.prefix)
     made = Installed(directory)
     activate, up, *lines, down = lines_of(README, "installation")
-    made.shell(f"{activate}\n{up} {SMALL}")
+    made.began = made.shell(f"{activate}\n{up} {SMALL}")
     try:
         shown = made.shell(lines[0])
         made.shown = made.shell("\n".join(lines[1:]))
@@ -188,6 +189,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
 @nightly
 @pytest.mark.slow
 def test_the_readme_brings_up_an_installation_and_a_model_to_it(installed: Installed) -> None:
+    lines = installed.began.splitlines()
+    assert lines[0].startswith(
+        "starting S3, Prefect, MLflow, Dask with 2 nodes and the coordinator"
+    )
+    for each in ("S3", "prefect", "mlflow", "coordinator"):
+        assert re.search(rf"^ *{each}\b.* \d+", installed.began, re.MULTILINE | re.IGNORECASE), each
+    assert re.search(r"^ready in \d+\.\d s; ", installed.began, re.MULTILINE)
+    assert lines[-1].startswith("next           paceline lifecycle ")
     assert re.search(rf"{installed.model} 2  complete .* active", installed.shown)
     assert re.search(r"mine 1  complete .* active", installed.shown)
     up, status, where, down = lines_of("how-to/run-an-installation.md", "run")

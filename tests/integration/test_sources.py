@@ -113,7 +113,7 @@ def test_a_registered_model_is_distributed_by_alias_and_by_version(
     stack: Runtime, lifecycle: tuple[Path, Ended]
 ) -> None:
     registered = lifecycle[1].answer["registry"]
-    name, version = registered["model_id"], registered["version"]
+    name, version = registered["model_id"], registered["registry_version"]
     for address in (f"models:/{name}@champion", f"models:/{name}/{version}"):
         done = paceline("distribute", address, "--json", state=stack.state_dir)
         assert done.code == 0, done.err

@@ -87,7 +87,6 @@ def test_a_person_presses_run_in_prefect_and_finds_the_run_in_mlflow(
         see(browser, "//input[@type='password']").send_keys(stack.secrets.prefect_auth)
         click(browser, "//button[@type='submit']")
         see(browser, "//button[normalize-space()='Run']")
-        keep(browser, "prefect-deployment")
         click(browser, "//button[normalize-space()='Run']")
         click(browser, "//*[normalize-space(text())='Quick run' or normalize-space()='Quick run']")
         started = wait_until(
@@ -106,8 +105,8 @@ def test_a_person_presses_run_in_prefect_and_finds_the_run_in_mlflow(
             keep(browser, f"prefect-{artifact}")
         send_credentials(browser, stack.secrets.mlflow_auth)
         browser.get(link)
-        run_id = in_mlflow(stack, link)["paceline.run_id"]
-        see(browser, f"//*[contains(text(), '{run_id}')]", 60)
+        name = in_mlflow(stack, link)["mlflow.runName"]
+        see(browser, f"//*[contains(text(), '{name}')]", 60)
         time.sleep(2)
         keep(browser, "mlflow-run")
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
 
 from paceline.cli import COMMANDS, cli
+from paceline.cli.commands import leaves
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
@@ -72,3 +76,38 @@ def test_every_command_has_its_help() -> None:
         assert command is not None
         assert command.help, name
         assert summary.endswith("."), name
+
+
+def texts(path: Path) -> Iterator[str]:
+    """Yield the texts of a module that are no docstrings."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    docs = [getattr(node, "body", [None]) for node in ast.walk(tree)]
+    ours = {id(body[0].value) for body in docs if isinstance(body, list) and body
+            and isinstance(body[0], ast.Expr)}  # fmt: skip
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in ours:
+            yield node.value
+
+
+def test_no_message_and_no_help_names_a_file_that_a_wheel_lacks() -> None:
+    modules = [*ROOT.glob("src/paceline/**/*.py"), *ROOT.glob("tasks/**/*.py")]
+    said = [(path.name, text) for path in modules for text in texts(path) if "docs/" in text]
+    assert len(modules) > 300
+    assert not said
+    every = [(name, cli.get_command(None, name)) for name in COMMANDS]  # type: ignore[arg-type]
+    helps = {
+        words: command.help or ""
+        for name, each in every
+        if each is not None
+        for words, command in leaves(name, each)
+    }
+    assert len(helps) > 40
+    assert not [name for name, text in helps.items() if re.search(r"\bdocs/(?!schemas)", text)]
+
+
+def test_the_code_map_lists_the_layers_of_the_contract() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    page = (ROOT / "docs/explanation/code-map.md").read_text(encoding="utf-8")
+    (drawn,) = re.findall(r"^## Layers\n\n```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    layers = [re.split(r" {2,}|$", line)[0] for line in drawn.splitlines()]
+    assert layers == contracts["contracts"][0]["layers"]

@@ -218,6 +218,17 @@ def test_only_the_bound_evidence_promotes(registry: Registry) -> None:
     assert story.aliases() == (None, None)
 
 
+def test_a_version_and_its_experiment_say_in_mlflow_what_they_are(registry: Registry) -> None:
+    story = Story(registry, 1)
+    found = registry.call("get_model_version", story.model_id, "1")
+    assert found.source == f"s3://paceline/models/{story.model_id}/v1"
+    assert f", published at {found.source} " in found.description
+    run = registry.call("get_run", found.run_id)
+    experiment = registry.call("get_experiment", run.info.experiment_id)
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+    assert "one for each lifecycle" in experiment.tags["mlflow.note.content"]
+
+
 def test_a_rebound_manifest_is_refused(registry: Registry) -> None:
     story = Story(registry, 1)
     registry.call("set_model_version_tag", story.model_id, "1", TAG_MANIFEST, digest("swapped"))

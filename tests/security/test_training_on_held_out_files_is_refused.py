@@ -434,13 +434,11 @@ def test_every_snapshot_back_to_the_first_version_is_compared() -> None:
         evaluate.trained_on(run, base, other)
 
 
-def published(
-    model_id: str, content: bytes, root: Path, name: str = "model.safetensors"
-) -> Manifest:
+def published(model_id: str, content: bytes, root: Path) -> Manifest:
     directory = root / model_id
     directory.mkdir()
     (directory / "config.json").write_text("{}")
-    (directory / name).write_bytes(content)
+    (directory / "model.safetensors").write_bytes(content)
     return build_manifest(directory, model_id=model_id, version="1", link_mbit=80)
 
 
@@ -512,5 +510,5 @@ def test_the_command_line_promotes_nothing_that_saw_the_held_out_files(
     assert any(name in error["got"] for name in rejected.held_out)
     assert "better than base" in error["got"], "and its labels were shuffled"
     assert registry.champion(model) == before
-    evidence = registry.evidence(model, lifecycle.answer["registry"]["version"])
+    evidence = registry.evidence(model, lifecycle.answer["registry"]["registry_version"])
     assert evidence.training_snapshot_digest == lifecycle.answer["data"]["digest"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from paceline.config import load_profile
+from paceline.config import Endpoints, Profile, Runtime, Secrets, load_profile
 from paceline.errors import Conflict, InvalidProfile
 from paceline.schemas import JobReport, JobState, SubmitJob, TrainingJob, new_run_id
 
@@ -36,6 +37,10 @@ class Queue:
     a_look = 80
 
     def __init__(self) -> None:
+        self._runtime = Runtime(
+            profile=Profile(), state_dir=Path(), endpoints=Endpoints(), is_login=True,
+            secrets=Secrets(),
+        )  # fmt: skip
         self.coordinator, self.jobs = self, dict[str, TrainingJob]()
         self.keys: list[str] = []
         self.failing: set[str] = set()
@@ -48,8 +53,8 @@ class Queue:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def runtime(self) -> Any:
-        return SimpleNamespace(profile=load_profile("embedded"), is_login=True)
+    def installation(self) -> Any:
+        return SimpleNamespace(profile=load_profile("embedded").model_dump(mode="json"))
 
     def submit(self, model: str, version: str, url: str, *, key: str, **more: Any) -> TrainingJob:
         if key in self.refused:

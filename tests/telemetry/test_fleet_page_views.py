@@ -240,6 +240,15 @@ def test_a_deployment_is_cancelled_and_the_version_before_comes_back(platform: S
             see(browser, "//button[.//*[text()='m v1']]//*[text()='active']", 60)
             active = {each.version for each in client.switch(deployments[1]).workers}
             assert active == {"v1"}
+        with opened(platform, f"deployment={deployments[0]}") as browser:
+            see(browser, "//*[@id='maptitle' and contains(., 'm v1')]")
+            see(browser, "//*[@id='pages']/a[text()='MLflow']")
+            fits(browser, "fleet-pages")
+            click(browser, "//*[@id='deployments']//button[.//*[text()='m v3']]")
+            see(browser, "//*[@id='maptitle' and contains(., 'm v3')]")
+            assert browser.current_url.endswith(f"#deployment={third}"), "to copy it from"
+            browser.execute_script("location.hash = arguments[0]", f"deployment={deployments[1]}")
+            see(browser, "//*[@id='maptitle' and contains(., 'm v2')]")
 
 
 @pytest.mark.parametrize("bound", ["team", "project"])

@@ -19,6 +19,8 @@ from paceline.config import DataSettings, load_profile
 from paceline.data import Snapshot, build_snapshot
 from paceline.errors import InvalidInput, PacelineError, PermanentError
 from paceline.flows import lifecycle, train
+from paceline.manifest import build_manifest, write_manifest
+from paceline.manifest.publish import record_not_finite
 from paceline.models import config_for, new_model, save_model
 from paceline.storage import DiskStore
 from paceline.tasks._support.run import Run
@@ -74,7 +76,7 @@ def ours(directory: Path) -> None:
 LORA = {"training.lora.target_modules": "nope"}
 CASES: dict[str, tuple[Callable[[Path], object], dict[str, str], str]] = {
     "sound": (lambda _: None, {}, ""),
-    # its bytes are read by the ranks alone
+    # its bytes are read by its publish, and by the ranks
     "NaN": (lambda path: weights(path, lambda t: t[NORM].fill_(torch.nan)), {}, ""),
     "ours": (ours, {}, ""),
     "ours, a layer": (ours, LORA, "nope"),
@@ -99,7 +101,9 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
 
 def run_of(root: Path) -> Any:
     return SimpleNamespace(
-        runtime=SimpleNamespace(models_url=(root / "models").as_uri()), store=DiskStore()
+        runtime=SimpleNamespace(models_url=(root / "models").as_uri()),
+        store=DiskStore(),
+        checked=set(),
     )
 
 
@@ -156,6 +160,29 @@ def test_a_version_that_is_not_published_is_left_to_distribution(
     require_base(run_of(tmp_path), load_profile("local", {}), "base", "v1", snapshot.url)
 
 
+def test_what_its_publish_found_is_refused(snapshot: Snapshot, tmp_path: Path) -> None:
+    base = write_model("llama", tmp_path / "models" / "base" / "v1", vocab_size=257)
+    profile = load_profile("local", {"model.context": "32"})
+    ways: dict[str, Any] = {"model_id": "base", "version": "v1", "link_mbit": 100.0}
+    manifest = build_manifest(base, **ways)
+    write_manifest(base, manifest)
+    record_not_finite(base.as_uri(), DiskStore(), manifest, [f"{NORM} in {WEIGHTS}"])
+    with pytest.raises(InvalidInput, match=f"not finite.*{NORM} in {WEIGHTS}.*{base.as_uri()}"):
+        require_base(run_of(tmp_path), profile, "base", "v1", snapshot.url)
+
+
+def test_a_base_is_checked_once_in_a_run(
+    snapshot: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("paceline.tasks.train.check_base", lambda *given: asked.append(given))
+    run = run_of(tmp_path)
+    settings: list[dict[str, str]] = [{}, {}, {"training.steps": "7"}, {"model.context": "32"}, {}]
+    for each in settings:
+        require_base(run, load_profile("local", each), "base", "v1", snapshot.url)
+    assert len(asked) == 3, "the same base, data and settings are not asked again"
+
+
 @pytest.mark.parametrize("flow", [train, lifecycle], ids=["train", "lifecycle"])
 def test_a_base_is_checked_before_nodes_are_busy(
     monkeypatch: pytest.MonkeyPatch, flow: Any
@@ -178,6 +205,7 @@ def test_a_base_is_checked_before_nodes_are_busy(
         "recorded": lambda *_: nullcontext(),
         "linked": lambda *_: nullcontext(link),
         "with_job_settings": lambda *_: profile,
+        "exporting": lambda *_, **__: profile,
         "prepare_inputs": lambda *_, **__: SimpleNamespace(
             model_id="m", version="v1", snapshot_url="u"
         ),

@@ -67,6 +67,11 @@ def test_zero_steps_export_the_base_unchanged(camp: Camp) -> None:
     result = said.of("result")[0].data
     assert result["weights_digest"] == camp.base_digest
     assert result["first_loss"] is None
+    shards = camp.snapshot.of_split("train")  # of bytes: each is a token
+    assert (
+        result["epoch_tokens"] == result["epoch_bytes"] == sum(each.text_bytes for each in shards)
+    )
+    assert result["epoch_documents"] == sum(each.documents for each in shards)
 
 
 def test_the_same_job_gives_the_same_bits_and_other_seeds_do_not(camp: Camp) -> None:

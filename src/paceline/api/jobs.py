@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Header, Path as PathParameter, Query
 
@@ -25,6 +25,7 @@ from paceline.errors import (
     InvalidInput,
     NotFound,
     PacelineError,
+    PermanentError,
     SourceMissing,
     short_repr,
 )
@@ -64,6 +65,9 @@ from paceline.schemas import (
     digest_of,
     new_run_id,
 )
+
+if TYPE_CHECKING:
+    from paceline.data import Snapshot
 
 JobId = Annotated[str, PathParameter(pattern=QUEUED_JOB_ID)]
 Key = Annotated[str | None, Header(alias="Idempotency-Key", max_length=200)]
@@ -482,7 +486,7 @@ def _require_possible(job: TrainingJob, runtime: Runtime, coordinator: Coordinat
             do="Make one: `paceline snapshot s3://…` prints its URL.",
         )
     allowed_source(spec.data_snapshot, runtime)
-    _require_snapshot(spec, runtime, coordinator)
+    snapshot = _require_snapshot(spec, runtime, coordinator)
     try:
         fetch_allowed_manifest(f"{runtime.models_url}/{spec.model_id}/{spec.version}", runtime)
     except SourceMissing as error:
@@ -499,8 +503,10 @@ def _require_possible(job: TrainingJob, runtime: Runtime, coordinator: Coordinat
             got=spec.priority,
             wanted=f"at most {quota.max_priority}, jobs.quotas.{spec.team}.max_priority",
         )
-    _require_room(job, runtime, coordinator)
     continued = spec.continue_from
+    if snapshot is not None and not continued:  # else settings are those of the earlier job
+        _require_base(spec, runtime, snapshot)
+    _require_room(job, runtime, coordinator)
     if continued and not continued.startswith("job-"):
         raise InvalidInput("not a training's id", got=continued, wanted="job-…")
 
@@ -533,17 +539,39 @@ def _require_room(job: TrainingJob, runtime: Runtime, coordinator: Coordinator) 
         )
 
 
-def _require_snapshot(spec: SubmitJob, runtime: Runtime, coordinator: Coordinator) -> None:
+def _require_base(spec: SubmitJob, runtime: Runtime, snapshot: Snapshot) -> None:
+    """Raise InvalidInput where config, tokenizer or shapes say that the job cannot train its base;
+    the flow, which has torch, also builds it."""
+    from paceline.storage import ObjectStore
+    from paceline.training import check_base
+
+    profile = with_job_settings(runtime.profile, spec.settings)
+    if spec.code_ref or profile.training.code_ref:
+        return
+    url = f"{runtime.models_url}/{spec.model_id}/{spec.version}"
+    store = ObjectStore.from_runtime(runtime)
+    try:
+        check_base(url, store, profile.training, profile.model.context, snapshot, builds=False)
+    except PermanentError as error:  # CorruptData and SourceMissing, too: it is this request
+        raise InvalidInput(
+            error.what, got=error.got, wanted=error.wanted, where=error.where, do=error.do
+        ) from error
+
+
+def _require_snapshot(
+    spec: SubmitJob, runtime: Runtime, coordinator: Coordinator
+) -> Snapshot | None:
     """Raise SourceMissing for a snapshot that is not there, AccessDenied or InvalidSnapshot for one
-    that may not be used so, InvalidInput for one that cannot judge; where its package is not
-    installed the flow checks it."""
+    that may not be used so, InvalidInput for one that cannot judge; return that of the training.
+    Where its package is not installed the flow checks it (None)."""
     from paceline.storage import ObjectStore
 
     try:
         from paceline.data import load_snapshot
     except ImportError:
-        return
+        return None
     data, store = runtime.profile.data, ObjectStore.from_runtime(runtime)
+    found: list[Snapshot] = []
     for url in dict.fromkeys((spec.data_snapshot, spec.evaluate_on or spec.data_snapshot)):
         try:
             snapshot = load_snapshot(url, store)
@@ -559,6 +587,7 @@ def _require_snapshot(spec: SubmitJob, runtime: Runtime, coordinator: Coordinato
             own_project=data.project,
             now=time.time(),
         )
+        found.append(snapshot)
         if url == spec.evaluate_on and not snapshot.of_split("held-out"):
             raise InvalidInput(
                 "nothing is held out to be judged on",
@@ -566,3 +595,4 @@ def _require_snapshot(spec: SubmitJob, runtime: Runtime, coordinator: Coordinato
                 wanted="a snapshot with a held-out split",
                 do="Build one with data.held_out_share above 0, or leave out the evaluation.",
             )
+    return found[0]

@@ -53,6 +53,7 @@ from paceline.schemas import (
     Event,
     FleetInitialised,
     GrantedScope,
+    KeyShown,
     TokenMade,
     TokenRevoked,
     TokensShown,
@@ -203,8 +204,8 @@ def revoke(token_id: str | None, worker_id: str | None, state: Path | None, as_j
         whole = one_of("token", token_id, [each.token_id for each in client.tokens()])
         client.revoke_token(whole)
         ended = [whole]
-    for each in ended:
-        show(TokenRevoked(token_id=each), as_json, f"{each} opens nothing any more")
+    done = TokenRevoked(token_id=ended[0], token_ids=tuple(ended))
+    show(done, as_json, *(f"{each} opens nothing any more" for each in ended))
     return 0
 
 
@@ -354,7 +355,7 @@ def init(
                 "a server's URL has no user and password",
                 where=url,
                 do="Tokens are made here; Prefect's and MLflow's accounts are secrets of the "
-                "control plane (docs/how-to/run-the-control-plane.md).",
+                'control plane ("Run the control plane" in the documentation).',
             )
     settings = _with_names(settings, [Endpoint.of(url) for url in urls])
     ensure_own_directory(directory)
@@ -550,4 +551,4 @@ def show_key(path: Path, as_json: bool) -> int:
 
 
 def _say(path: Path, public: str, as_json: bool) -> None:
-    show({"status": "complete", "path": str(path), "public_key": public}, as_json, public)
+    show(KeyShown(path=str(path), public_key=public), as_json, public)

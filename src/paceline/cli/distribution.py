@@ -6,6 +6,7 @@ Paceline server; without one it runs as a flow of the running installation.
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -396,6 +397,12 @@ def _described(done: Distribution) -> str:
         for source, count in done.corrupt_from.items()
     ]
     lines += [f"! {name} failed: {why.message}" for name, why in done.workers_failed.items()]
+    first, *others = sorted(each.path for each in done.receipts)
+    there = f" and {len(others)} more" if others else ""
+    lines += [
+        f"made:     {first}{there}",
+        f"next:     paceline generate {shlex.quote(first)} PROMPT",
+    ]
     return "\n".join(lines)
 
 

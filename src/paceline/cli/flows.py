@@ -54,6 +54,8 @@ from paceline.schemas import (
     TRAINING_ID,
     ApprovalShown,
     DecidePromotion,
+    FlowAnswer,
+    flow_answer,
     is_run_id,
     new_run_id,
     one_of,
@@ -116,17 +118,16 @@ class FlowCall:
                     for deployment_id in run.driving:
                         bars.say(left_behind(run.coordinator, deployment_id, cancels=cancels))
                 raise
-        notes = list(run.summary.notes)
-        answer = {"status": "complete", "run_id": run.run_id, "notes": notes}
-        answer |= result.model_dump(mode="json")
-        remember(runtime, name, answer)
+        given = result.model_dump(mode="json")
+        answer = flow_answer(flow_name(name), run.run_id, run.summary.notes, given)
+        remember(runtime, name, answer.model_dump(mode="json"))
         show(
             answer,
             self.as_json,
-            *(f"! {note}" for note in notes),
+            *(f"! {note}" for note in answer.notes),
             f"done: run {run.run_id}",
-            *made_and_next(name, parameters | answer),
-            *(f"{page:<10}{url}" for page, url in _pages(runtime, answer).items()),
+            *made_and_next(name, parameters, answer),
+            *(f"{page:<10}{url}" for page, url in _pages(runtime, run.run_id, given).items()),
         )
         return 0
 
@@ -137,10 +138,14 @@ def flow_name(name: str) -> str:
     return "lifecycle" if function == "run_lifecycle" else function.replace("_", "-")
 
 
-def _pages(runtime: Runtime, answer: Mapping[str, Any]) -> dict[str, str]:
+def _pages(runtime: Runtime, run_id: str, result: Mapping[str, Any]) -> dict[str, str]:
+    """Return the run's own pages, or the start page of a server that does not answer."""
+    from paceline.cli.installation import run_pages
+
     known = runtime.endpoints
     pages = {"prefect": known.prefect_ui_url, "mlflow": known.mlflow_url}
-    return answer.get("links") or {name: url for name, url in pages.items() if url}
+    found = {name: url for name, url in pages.items() if url}
+    return found | (result.get("links") or {}) | run_pages(runtime, run_id)
 
 
 # flow → what it made and the command that a person would type next, formats of its result
@@ -165,6 +170,10 @@ OUTCOMES = {
         "{model[model_id]} {model[version]} is champion, on every node",
         "generate models:/{model[model_id]}@champion PROMPT",
     ),
+    "verify_model": (
+        "{verified} nodes read every byte of {model_id} {version} again, {vouched} vouched for",
+        "status",
+    ),
     "rollback_model": (
         "{registry[model_id]} {registry[version]} is active on every node again",
         "status",
@@ -172,9 +181,10 @@ OUTCOMES = {
 }
 
 
-def made_and_next(flow: str, answer: Mapping[str, Any]) -> list[str]:
-    """Return what a flow made, and the command that a person would type after it."""
+def made_and_next(flow: str, given: Mapping[str, Any], result: FlowAnswer) -> list[str]:
+    """Return what a flow with these parameters made, and the command that one would type next."""
     name = flow.rpartition(".")[2]
+    answer = {**given, **result.model_dump(mode="json")}
     if name == "distribute_model" and answer.get("activate") is None:
         name = "staged"
     made, then = OUTCOMES.get(name, ("", ""))
@@ -321,7 +331,9 @@ def verify(call: FlowCall, model_id: str, version: str, full: bool) -> int:
 @click.option("--text-field", help="JSONL and Parquet: the column; tar: the member's extension.")
 @click.option("--key-field", help="What names a sample, in DATA and in feature files.")
 @click.option(
-    "--slice-field", help="JSONL, Parquet: a column whose values the evaluation compares."
+    "--slice-field",
+    multiple=True,
+    help="JSONL, Parquet: a column whose values the evaluation compares; may be repeated.",
 )
 @click.option("--features", multiple=True, help="Parquet file to join by key; may be repeated.")
 @click.option("--missing-features", type=click.Choice(["refuse", "skip"]))
@@ -343,6 +355,9 @@ def snapshot(call: FlowCall, data: str | None, format_: str | None, **options: A
     """
     reading = {"format": format_, **options}
     reading["features"] = [_placed(each) for each in options["features"]] or None
+    columns = options["slice_field"]
+    reading["slice_field"] = columns[0] if len(columns) == 1 else None
+    reading["slice_fields"] = list(columns) if len(columns) > 1 else None
     if options["tokenizer"] not in {None, "bytes"}:
         reading["tokenizer"] = _placed(options["tokenizer"])
     reading = {name: value for name, value in reading.items() if value is not None}

@@ -39,7 +39,7 @@ from paceline.config import (
 )
 from paceline.errors import InvalidInput, PacelineError
 from paceline.extras import require_extras
-from paceline.schemas import one_of
+from paceline.schemas import Links, Started, Stopped, one_of
 
 
 @click.command()
@@ -67,7 +67,7 @@ def up(state: Path | None, profile: str, overrides: tuple[str, ...], as_json: bo
 
     links, ready_s = pages(runtime), time.monotonic() - began
     show(
-        {"status": "running", "state": str(directory), "links": links},
+        Started(state=str(directory), links=links),
         as_json,
         *service_lines(fleet.status(directory).services),
         f"ready in {ready_s:.1f} s; what the pages ask for is in the last of these files:",
@@ -111,7 +111,7 @@ def down(state: Path | None, as_json: bool) -> int:
     stopped = fleet.stop(directory).was_running
     what = "stopped" if stopped else "nothing was running"
     show(
-        {"status": "stopped", "was_running": stopped, "state": str(directory)},
+        Stopped(was_running=stopped, state=str(directory)),
         as_json,
         f"{what}; the state is in {directory} (delete it to start afresh)",
     )
@@ -143,16 +143,47 @@ def where(run_id: str | None, state: Path | None, as_json: bool) -> int:
     else:
         found = pages(runtime)
     if run_id:
-        found |= {"run": run_id, "mlflow": page, "state": str(runtime.state_dir)}
-        if runtime.endpoints.prefect_api_url:
-            from paceline.api import PrefectStarter
-
-            with contextlib.suppress(PacelineError):  # without it, the start page stays
-                found["prefect"] = (
-                    PrefectStarter.of(runtime).page_of_run(run_id) or found["prefect"]
-                )
-    show(found, as_json, *_lines(found))
+        found |= {"run": run_id, "state": str(runtime.state_dir)}
+        found |= run_pages(runtime, run_id, page)
+    show(Links.model_validate(found), as_json, *_lines(found))
     return 0
+
+
+def run_pages(runtime: Runtime, run_id: str, mlflow: str = "") -> dict[str, str]:
+    """Return the run's own pages: in Prefect, in MLflow (``mlflow`` where it is known), and its
+    newest deployment or job in the fleet page. One of a server that does not answer is left out."""
+    from paceline.registry import Registry
+
+    def in_prefect() -> str | None:
+        from paceline.api import PrefectStarter
+
+        known = runtime.endpoints.prefect_api_url
+        return PrefectStarter.of(runtime).page_of_run(run_id) if known else None
+
+    def in_mlflow() -> str | None:
+        if mlflow or runtime.is_login or not runtime.endpoints.mlflow_url:
+            return mlflow
+        return Registry.from_runtime(runtime).pages_of_runs(run_id)[run_id]
+
+    def in_fleet() -> str | None:
+        client = CoordinatorClient.of(runtime)
+        brought = [each for each in client.deployments() if each.run_id == run_id]
+        if brought:
+            return deployment_page(client, brought[-1].deployment_id)
+        job = next((each for each in client.jobs(limit=500).jobs if each.run_id == run_id), None)
+        return None if job is None else f"{client.base_url}/fleet#job={job.job_id}"
+
+    found = {}
+    for name, look in {"prefect": in_prefect, "mlflow": in_mlflow, "fleet": in_fleet}.items():
+        with contextlib.suppress(PacelineError, KeyError):
+            if page := look():
+                found[name] = page
+    return found
+
+
+def deployment_page(client: CoordinatorClient, deployment_id: str) -> str:
+    """Return where the fleet page shows a deployment."""
+    return f"{client.base_url}/fleet#deployment={deployment_id}"
 
 
 def pages(runtime: Runtime) -> dict[str, str]:

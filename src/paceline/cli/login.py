@@ -18,7 +18,14 @@ from typing import Any
 import click
 
 from paceline.cli.options import again, json_option, notice, remember, show
-from paceline.client import TOKEN_VARIABLE, Client, CoordinatorClient, require_encrypted
+from paceline.client import (
+    TOKEN_VARIABLE,
+    Client,
+    CoordinatorClient,
+    deploy,
+    finish,
+    require_encrypted,
+)
 from paceline.config import (
     Login,
     Runtime,
@@ -30,7 +37,7 @@ from paceline.config import (
 )
 from paceline.errors import AccessDenied, InvalidInput, NotFound, ServiceUnavailable
 from paceline.relay import fetch_authority
-from paceline.schemas import SHA256_HEX, InstallationView, LoggedIn, new_run_id
+from paceline.schemas import SHA256_HEX, InstallationView, LoggedIn, LoggedOut, new_run_id
 from paceline.system import Endpoint
 
 TRUST = (
@@ -107,7 +114,7 @@ def logout(as_json: bool) -> int:
     """Delete this user's login; the token itself goes on until it is revoked or expires."""
     was = delete_login()
     said = "logged out" if was else f"there was no login in {config_directory()}"
-    show({"status": "complete", "was_logged_in": was}, as_json, said)
+    show(LoggedOut(was_logged_in=was), as_json, said)
     return 0
 
 
@@ -204,12 +211,13 @@ def distribute(
 
     ``model`` is its id, or without ``version`` a source's URL, which the coordinator resolves.
     """
+    from paceline.cli.installation import deployment_page
     from paceline.cli.watching import follow
 
     client, run_id = Client.of(runtime), run_id or new_run_id()
     older = allow_older or not activate
-    deployment_id = client.deploy(
-        model, version, selector, run_id, allow_older=older, digest=digest
+    deployment_id = deploy(
+        client, model, version, selector, run_id, allow_older=older, digest=digest
     )
     try:
         follow(runtime, deployment_id, quiet=as_json, activates=activate)
@@ -220,18 +228,18 @@ def distribute(
             said = left_behind(client.coordinator, deployment_id, cancels=cancels)
             sys.stderr.write(f"{said}\n")
         raise
-    answer = client.finish(client.wait(deployment_id, notice), run_id, activate=activate)
-    relay, switched = answer["relay"], answer["activated"]
-    failed = relay["workers_failed"]
+    answer = finish(client, client.wait(deployment_id, notice), run_id, activate=activate)
+    failed = answer.relay.workers_failed
     without = f", without {', '.join(failed)}" if failed else ""
-    then = "not activated" if switched is None else f"active on {switched}"
+    then = "not activated" if answer.activated is None else f"active on {answer.activated}"
     show(
         answer,
         as_json,
-        f"{answer['model_id']} {answer['version']} on {relay['workers']} of "
-        f"{len(answer['targets'])} workers{without}, {then}",
+        f"{answer.model_id} {answer.version} on {answer.relay.workers} of "
+        f"{len(answer.targets)} workers{without}, {then}",
         f"done: run {run_id}, deployment {deployment_id}",
         "next:     paceline status" if activate else f"next:     paceline activate {deployment_id}",
+        f"fleet     {deployment_page(client.coordinator, deployment_id)}",
     )
     return 0
 
@@ -241,6 +249,7 @@ def run_flow(
 ) -> int:
     """Start the flow ``module.function`` on the installation, follow it, and print its result."""
     from paceline.cli.flows import flow_name, made_and_next
+    from paceline.cli.installation import run_pages
 
     flow = flow_name(name)
     begun = Client.of(runtime).start(flow, parameters, run_id=run_id, on_notice=notice)
@@ -251,8 +260,11 @@ def run_flow(
         sys.stderr.write(f"run {begun.run_id} goes on there; this follows it:\n")
         sys.stderr.write(f"  {again(begun.run_id)}\n")
         raise
-    lines = [*(f"! {note}" for note in answer["notes"]), f"done: run {begun.run_id}"]
-    remember(runtime, name, answer)
-    lines += [*made_and_next(name, {**parameters, **answer}), f"prefect   {begun.page}"]
+    remember(runtime, name, answer.model_dump(mode="json"))
+    lines = [*(f"! {note}" for note in answer.notes), f"done: run {begun.run_id}"]
+    lines += made_and_next(name, parameters, answer)
+    if not as_json:
+        pages = {"prefect": begun.page} | run_pages(runtime, begun.run_id)
+        lines += [f"{page:<10}{url}" for page, url in pages.items()]
     show(answer, as_json, *lines)
     return 0

@@ -76,7 +76,7 @@ def _refuse_passwords(words: Sequence[str]) -> None:
                 "a URL has a password or a token before its host",
                 got=word,
                 wanted="a URL without it",
-                do="Credentials come from the environment and from files: docs/how-to.",
+                do="Credentials come from the environment and from files.",
             )
 
 

@@ -13,8 +13,12 @@ from .installation import (
     TOKEN_VARIABLE as TOKEN_VARIABLE,
     Client as Client,
     FlowRun as FlowRun,
+    deploy as deploy,
+    finish as finish,
     raised as raised,
     require_complete as require_complete,
     require_encrypted as require_encrypted,
+    runtime_of as runtime_of,
 )
 from .jobs import job_spec as job_spec, require_success as require_success
+from .movement import movement as movement

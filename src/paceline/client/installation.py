@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -21,6 +21,7 @@ from paceline import errors
 from paceline.client.calls import CoordinatorClient
 from paceline.client.failover import AWAY_S, POLL_S, OnLine, drop, retry
 from paceline.client.jobs import JobMethods
+from paceline.client.movement import movement
 from paceline.config import Login, Profile, Runtime, find_installation, read_certificate
 from paceline.errors import (
     Cancelled,
@@ -31,15 +32,27 @@ from paceline.errors import (
 )
 from paceline.schemas import (
     FLOW_RESULT,
+    Activated,
     CreateDeployment,
     Deployment,
     DeploymentStatus,
     DeploymentView,
+    DistributeAnswer,
+    EvaluateAnswer,
+    FlowAnswer,
     FlowRunView,
     InstallationView,
+    Moved,
+    PromoteAnswer,
+    RunSummary,
+    SnapshotAnswer,
     StartFlow,
+    TrainAnswer,
+    Verified,
+    VerifyAnswer,
     Worker,
     digest_of,
+    flow_answer,
     flow_result_key,
     new_run_id,
 )
@@ -54,8 +67,11 @@ FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 RAISED = re.compile(r"(?:exception:? |\A)(?:[\w.]*\.)?(\w+): (.+)", re.DOTALL)
 
 
-class FlowRun:
-    """A flow run of the installation."""
+Answer = TypeVar("Answer", bound=FlowAnswer)
+
+
+class FlowRun(Generic[Answer]):
+    """A flow run of the installation, which ends with an ``Answer``."""
 
     def __init__(self, coordinator: CoordinatorClient, view: FlowRunView) -> None:
         self._coordinator = coordinator
@@ -72,8 +88,10 @@ class FlowRun:
         """Return Prefect's type of state now: SCHEDULED, PENDING, RUNNING, COMPLETED, FAILED, …"""
         return self._coordinator.flow_run(self.id, 2**31).state
 
-    def wait(self, on_line: OnLine = drop, on_notice: OnLine = drop) -> dict[str, Any]:
-        """Return the flow's result, with ``run_id`` and ``notes``, once it has ended.
+    def wait(self, on_line: OnLine = drop, on_notice: OnLine = drop) -> Answer:
+        """Return the flow's result, with ``run_id`` and ``notes``, once it has ended: the record of
+        that flow (SnapshotAnswer, TrainAnswer, …), or of an installation of another version, whose
+        result has not all of its fields, a plain FlowAnswer with those that it has.
 
         ``on_line`` receives each line of its log, ``on_notice`` what is said while no coordinator
         answers. Raises the error that the flow ended with, Cancelled for one that was cancelled,
@@ -94,8 +112,10 @@ class FlowRun:
         record = self._coordinator.ledger_get(FLOW_RESULT, flow_result_key(self.id))
         output = record.output if record is not None else {}
         result, notes = output.get("result"), output.get("notes")
-        answer = {"run_id": self.run_id, "notes": notes if isinstance(notes, list) else []}
-        return answer | (result if isinstance(result, dict) else {})
+        answer = flow_answer(
+            self.flow, self.run_id, notes, result if isinstance(result, dict) else {}
+        )
+        return cast(Answer, answer)
 
     def cancel(self) -> None:
         """Ask for the flow run's cancellation; ``wait`` then raises Cancelled."""
@@ -156,23 +176,6 @@ class Client(JobMethods):
         """Return the installation's version, settings and pages, and what this token opens."""
         return self.coordinator.installation()
 
-    def runtime(self) -> Runtime:
-        """Return where the installation's servers and buckets are; a login asks it for them."""
-        if not self._runtime.is_login:
-            return self._runtime
-        found = self.installation()
-        try:
-            profile = Profile.model_validate(found.profile)
-        except ValidationError as error:
-            raise InvalidInput(
-                "the installation's settings cannot be read here",
-                got=str(error).splitlines()[2].strip(),
-                wanted="settings of this version",
-                where=self.coordinator.base_url,
-                do=f"Install the version that runs there: Paceline {found.version}.",
-            ) from error
-        return self._runtime.model_copy(update={"profile": profile})
-
     def workers(self) -> list[Worker]:
         """Return every registered worker; lost ones are kept for a month."""
         return self.coordinator.workers()
@@ -195,45 +198,21 @@ class Client(JobMethods):
         allow_older: bool = False,
         digest: str = "",
         run_id: str | None = None,
-    ) -> dict[str, Any]:
+    ) -> DistributeAnswer:
         """Bring a published version to workers, wait until they have it, and switch to it.
 
         ``model`` is its id, or without ``version`` a source's URL (s3://, models:/, hf://, oci://).
         ``to`` selects workers by label or name (default: all that are alive). ``digest`` is what
         the manifest must be (CorruptData else); ``allow_older`` goes back to a version before the
-        active one. Returns what `paceline distribute --json` prints. Raises DeploymentFailed and
-        Cancelled.
+        active one. Raises DeploymentFailed and Cancelled.
         """
         selector = to if isinstance(to, str) else ";".join(to)
         run_id = run_id or new_run_id()
         older = allow_older or not activate
-        deployment_id = self.deploy(
-            model, version, selector, run_id, allow_older=older, digest=digest
+        deployment_id = deploy(
+            self, model, version, selector, run_id, allow_older=older, digest=digest
         )
-        return self.finish(self.wait(deployment_id), run_id, activate=activate)
-
-    def deploy(
-        self,
-        model: str,
-        version: str | None,
-        selector: str,
-        run_id: str,
-        *,
-        allow_older: bool = False,
-        digest: str = "",
-    ) -> str:
-        """Start a deployment and return its id; the same ``run_id`` again returns the same."""
-        source = f"{self.runtime().models_url}/{model}/{version}" if version else model
-        call = CreateDeployment(
-            model_id=model if version else "",
-            version=version or "",
-            source_url=source,
-            selector=selector,
-            allow_older=allow_older,
-            manifest_digest=digest or None,
-            run_id=run_id,
-        )
-        return self.coordinator.create(call, digest_of([run_id, source])).deployment_id
+        return finish(self, self.wait(deployment_id), run_id, activate=activate)
 
     def wait(self, deployment_id: str, on_notice: OnLine = drop) -> DeploymentView:
         """Return the deployment once it has ended; TemporaryError as ``FlowRun.wait`` says."""
@@ -243,32 +222,6 @@ class Client(JobMethods):
             if view.deployment.status.is_final:
                 return view
             time.sleep(POLL_S)
-
-    def finish(self, view: DeploymentView, run_id: str, *, activate: bool) -> dict[str, Any]:
-        """Switch the fleet to a deployment that is complete, and return what came of it.
-
-        Raises DeploymentFailed, or Cancelled, where it is not complete; and as ``await_switch``.
-        """
-        made, switched = view.deployment, None
-        require_complete(made)
-        if activate:
-            switched = self.activate(made.deployment_id, view.workers_complete)
-        return {
-            "run_id": run_id,
-            "notes": [],
-            "model_id": made.model_id,
-            "version": made.version,
-            "url": made.source_url,
-            "targets": list(made.target_workers),
-            "relay": {
-                "deployment_id": made.deployment_id,
-                "workers": len(view.workers_complete),
-                "workers_failed": list(view.workers_failed),
-                "seconds": made.seconds,
-                "origin_bytes": made.origin_bytes,
-            },
-            "activated": switched,
-        }
 
     def activate(self, deployment_id: str, workers: Collection[str] = ()) -> int:
         """Switch the fleet to a deployment's version; return how many workers have switched.
@@ -296,7 +249,7 @@ class Client(JobMethods):
         *,
         run_id: str | None = None,
         on_notice: OnLine = drop,
-    ) -> FlowRun:
+    ) -> FlowRun[Any]:
         """Start a flow by its name in Prefect ("train-model"); parameters that are None are left
         out. With the ``run_id`` of an earlier call it is the same flow run, unless that ended
         badly. Raises InvalidInput for what cannot be started over REST.
@@ -321,7 +274,7 @@ class Client(JobMethods):
         settings: dict[str, Any] | None = None,
         approver: str | None = None,
         run_id: str | None = None,
-    ) -> FlowRun:
+    ) -> FlowRun[RunSummary]:
         """Start the whole lifecycle: relay, train, judge, promote, roll out.
 
         ``data`` is s3://bucket/prefix, ``model`` MODEL_ID/VERSION or hf://… (both by default the
@@ -330,7 +283,9 @@ class Client(JobMethods):
         given = {"data": data, "model": model, "settings": settings, "approver": approver}
         return self.start("lifecycle", given, run_id=run_id)
 
-    def snapshot(self, data: str, *, run_id: str | None = None, **reading: Any) -> FlowRun:
+    def snapshot(
+        self, data: str, *, run_id: str | None = None, **reading: Any
+    ) -> FlowRun[SnapshotAnswer]:
         """Start a snapshot of the samples at ``data`` (s3://bucket/prefix); ``reading`` changes the
         profile's [data]: format, text_field, tokenizer, purpose…
         """
@@ -346,7 +301,7 @@ class Client(JobMethods):
         settings: dict[str, Any] | None = None,
         run_id: str | None = None,
         **more: Any,
-    ) -> FlowRun:
+    ) -> FlowRun[TrainAnswer]:
         """Start a training of a version that the nodes hold, on a snapshot (its URL).
 
         ``settings`` are this training's own by their keys in a profile; ``more``: steps, ranks,
@@ -358,7 +313,7 @@ class Client(JobMethods):
 
     def evaluate(
         self, model_id: str, base: str, trained: str, snapshot: str, *, run_id: str | None = None
-    ) -> FlowRun:
+    ) -> FlowRun[EvaluateAnswer]:
         """Start the judging of a training (its training_digest) against version ``base``."""
         given = {"model_id": model_id, "base_version": base, "trained": trained}
         return self.start("evaluate-model", given | {"snapshot_url": snapshot}, run_id=run_id)
@@ -370,17 +325,99 @@ class Client(JobMethods):
         *,
         approver: str | None = None,
         run_id: str | None = None,
-    ) -> FlowRun:
+    ) -> FlowRun[PromoteAnswer]:
         """Start the promotion of what an evaluation (its report_digest) judged."""
         given = {"model_id": model_id, "report": report, "approver": approver}
         return self.start("promote-model", given, run_id=run_id)
 
     def verify(
         self, model_id: str, version: str, *, full: bool = False, run_id: str | None = None
-    ) -> FlowRun:
+    ) -> FlowRun[VerifyAnswer]:
         """Start a check of every byte of each node's copy."""
         given = {"model_id": model_id, "version": version, "full": full}
         return self.start("verify-model", given, run_id=run_id)
+
+
+def runtime_of(client: Client) -> Runtime:
+    """Return where the installation's servers and buckets are; a login asks it for them."""
+    if not client._runtime.is_login:
+        return client._runtime
+    found = client.installation()
+    try:
+        profile = Profile.model_validate(found.profile)
+    except ValidationError as error:
+        raise InvalidInput(
+            "the installation's settings cannot be read here",
+            got=str(error).splitlines()[2].strip(),
+            wanted="settings of this version",
+            where=client.coordinator.base_url,
+            do=f"Install the version that runs there: Paceline {found.version}.",
+        ) from error
+    return client._runtime.model_copy(update={"profile": profile})
+
+
+def deploy(
+    client: Client,
+    model: str,
+    version: str | None,
+    selector: str,
+    run_id: str,
+    *,
+    allow_older: bool = False,
+    digest: str = "",
+) -> str:
+    """Start a deployment and return its id; the same ``run_id`` again returns the same."""
+    source = f"{runtime_of(client).models_url}/{model}/{version}" if version else model
+    call = CreateDeployment(
+        model_id=model if version else "",
+        version=version or "",
+        source_url=source,
+        selector=selector,
+        allow_older=allow_older,
+        manifest_digest=digest or None,
+        run_id=run_id,
+    )
+    return client.coordinator.create(call, digest_of([run_id, source])).deployment_id
+
+
+def finish(
+    client: Client, view: DeploymentView, run_id: str, *, activate: bool
+) -> DistributeAnswer:
+    """Switch the fleet to a deployment that is complete, and return what came of it.
+
+    Raises DeploymentFailed, or Cancelled, where it is not complete; and as ``await_switch``.
+    """
+    made, nodes = view.deployment, view.workers_complete
+    require_complete(made)
+    began, switched = time.monotonic(), None
+    if activate:
+        client.coordinator.activate(made.deployment_id)
+        switch = client.coordinator.await_switch(made.deployment_id, SWITCH_S, nodes)
+        switched = Activated(
+            activated=tuple(x.worker_id for x in switch.workers if x.state == "switched"),
+            seconds=time.monotonic() - began,
+            deployment_id=made.deployment_id,
+        )
+    relay = movement(
+        view,
+        client.coordinator.workers_of(made.deployment_id),
+        client.coordinator.plan(made.deployment_id),
+    )
+    return DistributeAnswer(
+        run_id=run_id,
+        model_id=made.model_id,
+        version=made.version,
+        manifest_digest=made.manifest_digest,
+        url=made.source_url,
+        targets=made.target_workers,
+        plan=relay["plan"],
+        relay=Moved(**relay, reused_result=False, holders=nodes),
+        verify=Verified(
+            verified=0, vouched=len(nodes), nodes=nodes, seconds=0.0,
+            manifest_digest=made.manifest_digest,
+        ),
+        activate=switched,
+    )  # fmt: skip
 
 
 def require_complete(deployment: Deployment) -> None:

@@ -211,7 +211,7 @@ def _not_of_one_training(key: str) -> InvalidProfile:
         "not a setting of one training",
         got=short_repr(key[:100]),
         wanted=f"training.… but {', '.join(INSTALLATION_SETTINGS)}; or {', '.join(JOB_SETTINGS)}",
-        do="The installation's profile decides the others (docs/reference/profile.md).",
+        do='The installation\'s profile decides the others ("Profile keys" in the documentation).',
     )
 
 

@@ -258,6 +258,8 @@ class EvaluationSettings(Settings):
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
     # of the n-gram baseline: it reads order - 1 bytes back
     ngram_order: int = Field(default=5, ge=1, le=8)
+    # Slices of each kind in the report: the most frequent values of a column, or directories.
+    slice_values: int = Field(default=8, ge=1, le=200, exclude_if=lambda count: count == 8)
     # Tasks of lm-eval's, scored beside the held-out text: a directory on the machine of the flows
     # (``./``: beside the profile's file), or what was published of one, s3://…
     tasks: str = ""
@@ -277,8 +279,9 @@ class EvaluationSettings(Settings):
     tp: int = Field(default=1, ge=1)  # parts of each matrix, of these ranks
 
 
-# "directory" (each of the report's slices by directory), or one of them: "directory: src"
-SliceName = Annotated[str, StringConstraints(pattern=r"^(size|directory)(: .+)?$")]
+# "directory" (each of the report's slices by directory), or one of them: "directory: src"; so for
+# "size", and for a column of data.slice_fields
+SliceName = Annotated[str, StringConstraints(pattern=r"^[^:]+(: .+)?$", max_length=300)]
 
 
 class Policy(Settings):
@@ -294,8 +297,8 @@ class Policy(Settings):
     # with the same settings; without a champion, any that the candidate's submitter may use.
     judged_on: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     min_documents: int = Field(default=5, ge=5)  # with fewer, all agree by chance: 2**-5 = 3.1 %
-    # Against the champion, as shares of its bits per byte: the interval's upper end, and the
-    # figure of a slice (without a champion: the base's).
+    # Against the champion, as shares of its bits per byte: the upper ends of the intervals of all
+    # text, and of slices (without a champion: against the base).
     max_regression: float = Field(default=0.01, ge=0, lt=1)
     # by slice, as max_regression; {}: slices are not checked
     max_slice_regression: dict[SliceName, Annotated[float, Field(ge=0)]] = {}

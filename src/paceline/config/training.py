@@ -12,6 +12,8 @@ from pydantic import (
 
 from paceline.config.base import MIB, Settings
 
+Column = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^/=:]+$")]
+
 
 class DataSettings(Settings):
     """The data snapshot, and how its samples become batches."""
@@ -24,6 +26,8 @@ class DataSettings(Settings):
     # JSONL and Parquet: the column whose values are slices, for which an evaluation has figures and
     # a gate has limits: a sample's name is VALUE/KEY then, its slice "directory: VALUE"
     slice_field: str = ""
+    # or several of them: a sample's name is COLUMN=VALUE/…/KEY, its slices "COLUMN: VALUE"
+    slice_fields: tuple[Column, ...] = Field(default=(), max_length=8, exclude_if=lambda x: not x)
     # the features with one value per token of their sample; cut together with it
     token_features: tuple[str, ...] = ()
     missing_features: Literal["refuse", "skip"] = "refuse"  # how to treat a sample without features
@@ -64,9 +68,14 @@ class DataSettings(Settings):
 
     @model_validator(mode="after")
     def _slices_have_a_column(self) -> DataSettings:
-        if self.slice_field and (self.features or self.format not in ("jsonl", "parquet")):
+        if self.slice_field and self.slice_fields:
+            raise ValueError("slice_field is one column, slice_fields are several: set one of them")
+        if taken := {"size", "directory"} & set(self.slice_fields):
+            raise ValueError(f"slice_fields: {min(taken)} names other slices; rename the column")
+        name = "slice_field" if self.slice_field else "slice_fields"
+        if getattr(self, name) and (self.features or self.format not in ("jsonl", "parquet")):
             raise ValueError(
-                "slice_field is a column of JSONL or Parquet, and changes the names by which "
+                f"{name}: a column of JSONL or Parquet, which changes the names by which "
                 f"features are joined; got format {self.format}, {len(self.features)} features"
             )
         return self

@@ -102,7 +102,9 @@ def read_samples(
 
     Objects are downloaded a few ahead into ``scratch`` and removed after reading.
     """
-    fields = Fields(settings.text_field, settings.key_field, settings.slice_field)
+    fields = Fields(
+        settings.text_field, settings.key_field, settings.slice_field, settings.slice_fields
+    )
     wanted: Iterator[tuple[str, Path | UnusableSample]]
     if source.is_remote:
         wanted = _fetched(source, catalog, store, scratch, settings.format == "text")

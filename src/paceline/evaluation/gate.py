@@ -8,8 +8,8 @@ Missing evidence counts against the candidate and is listed. The rules:
   excepts it (``except_baselines``); an exception remains visible as a check marked so.
 - *no regression against the champion*: non-inferiority. The upper end of the paired interval is at
   most ``max_regression`` of the champion's bits per byte; "not significantly worse" alone would let
-  anything pass on few documents. ``max_slice_regression`` bounds the figures of slices, which have
-  no intervals.
+  anything pass on few documents. ``max_slice_regression`` bounds slices in the same way; without a
+  champion, against the base.
 - *not evaluated on training data*: every snapshot in the candidate's lineage was compared with the
   held-out documents, and contains none of them. Documents that lie there in large part, such as
   copies with a changed header, are at most ``max_overlap`` of them.
@@ -321,11 +321,14 @@ def _slices_hold(name: str, share: float, report: EvaluationReport, other: str) 
         figures = row.get("bits_per_byte")
         figures = figures if isinstance(figures, dict) else {}
         title = f"no regression against {other} in {kind}: {row.get('name')}"
-        before = figures.get(other)
-        if before is None:
-            found.append(_check(title, False, MISSING, f"a figure of {other}"))
-        else:
-            found.append(_at_most(title, figures.get(CANDIDATE), before * (1 + share)))
+        before, gains = figures.get(other), row.get("difference_to")
+        gain = gains.get(other) if isinstance(gains, dict) else None
+        if before is None or gain is None:  # a report of an older version has no intervals
+            found.append(_check(title, False, MISSING, f"an interval of candidate − {other}"))
+            continue
+        interval, margin = Interval.model_validate(gain), share * before
+        passed = _sound(interval) and interval.high <= margin
+        found.append(_check(title, passed, _show(interval), f"an upper end ≤ {margin:.4f}"))
     return found or [_check(f"no regression in {name}", False, MISSING, "such a slice")]
 
 

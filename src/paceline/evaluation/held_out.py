@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from paceline.data import Conversation, Document
 from paceline.errors import InvalidSnapshot
-from paceline.schemas import RecordedScore
+from paceline.schemas import Interval, RecordedScore
 
 MAX_CHARACTER = 3  # continuation bytes of UTF-8
 # Documents that are batched together: their figures are then the same, to the bit, whatever other
@@ -126,28 +126,39 @@ def _water_level(sizes: Sequence[int], budget: int) -> int:
     return max(ordered)
 
 
-# Slices of the report: figures by document size, by directory, and for the candidate's worst
-# documents.
+# Slices of the report: figures by document size, by directory or column, and for the candidate's
+# worst documents.
 
 Reals = NDArray[np.float64]
 
-MOST_DIRECTORIES = 8
 WORST_DOCUMENTS = 5
 WATCHED = "candidate"
+COMPARED = ("champion", "base")
 
 
 def slice_rows(
-    bits: Mapping[str, Reals], documents: Sequence[HeldOutDocument]
+    bits: Mapping[str, Reals],
+    documents: Sequence[HeldOutDocument],
+    resampled: Callable[[Reals, Reals], Interval],
+    most_values: int = 8,
 ) -> tuple[dict[str, object], ...]:
-    """Return rows {slice, name, documents, bytes, bits_per_byte: {model: figure}}."""
-    rows = [
-        _row("size", name, members, bits, documents) for name, members in _by_size(documents)
-    ] + [
-        _row("directory", name, members, bits, documents)
-        for name, members in _by_directory(documents)
-    ]
+    """Return rows {slice, name, documents, bytes, bits_per_byte: {model: figure}, difference_to:
+    {champion, base: interval of the candidate's difference}}.
+
+    Slices of each column, or of directories, are the ``most_values`` most frequent ones, and the
+    others. ``resampled`` returns Σ bits / Σ bytes, of bits and sizes by document.
+    """
+    sizes = np.array([len(each.text) for each in documents], dtype=np.float64)
+    rows: list[dict[str, object]] = []
+    for kind, name, members in _slices(documents, most_values):
+        row = _row(kind, name, members, bits, documents)
+        row["difference_to"] = {
+            other: resampled((bits[WATCHED] - bits[other])[members], sizes[members]).model_dump()
+            for other in COMPARED
+            if WATCHED in bits and other in bits
+        }
+        rows.append(row)
     if WATCHED in bits:
-        sizes = np.array([len(each.text) for each in documents])
         worst = np.argsort(-bits[WATCHED] / sizes, kind="stable")[:WORST_DOCUMENTS]
         rows += [
             _row("worst document", documents[each].path, [int(each)], bits, documents)
@@ -184,12 +195,26 @@ def _by_size(documents: Sequence[HeldOutDocument]) -> Iterable[tuple[str, list[i
             yield f"{first} to {last} bytes", members
 
 
-def _by_directory(documents: Sequence[HeldOutDocument]) -> Iterable[tuple[str, list[int]]]:
-    groups: dict[str, list[int]] = defaultdict(list)
+def _slices(
+    documents: Sequence[HeldOutDocument], most: int
+) -> Iterable[tuple[str, str, list[int]]]:
+    """Yield each slice's kind, name and documents: by size, and by the directories of their names:
+    those named COLUMN=VALUE by column, else by the first."""
+    for name, members in _by_size(documents):
+        yield "size", name, members
+    kinds: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for number, each in enumerate(documents):
-        top, separator, _ = each.path.lstrip("/").partition("/")
-        groups[top if separator else "."].append(number)
-    ranked = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
-    yield from ranked[:MOST_DIRECTORIES]
-    if rest := [each for _, members in ranked[MOST_DIRECTORIES:] for each in members]:
-        yield "(others)", sorted(rest)
+        *directories, _ = each.path.lstrip("/").split("/")
+        columns: dict[str, str] = {}
+        for one in directories:
+            column, _, value = one.partition("=")
+            if not (column and value):
+                break
+            columns[column] = value
+        for kind, name in columns.items() or [("directory", (directories or ["."])[0])]:
+            kinds[kind][name].append(number)
+    for kind, groups in kinds.items():
+        ranked = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
+        yield from ((kind, name, members) for name, members in ranked[:most])
+        if rest := [each for _, members in ranked[most:] for each in members]:
+            yield kind, "(others)", sorted(rest)

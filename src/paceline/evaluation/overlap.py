@@ -176,7 +176,7 @@ class _TaskRows:
                 (long if _has_shingles(seen) else short).append((key, seen))
         for key, seen in short:
             self.whole.short.add(key, seen)
-        self._rows, self._short = len(rows), _Shingles(short, SHORT_SHINGLE_BYTES, own=True)
+        self._rows, self._short = len(rows), _Shingles(short, SHORT_SHINGLE_BYTES)
         self._long = _Shingles(long, own=True)
         self.shingles = (self._long, self._short)
 

@@ -266,15 +266,25 @@ def _slices(report: EvaluationReport) -> list[str]:
     if not report.slices:
         return []
     names = [each.name for each in report.scores]
-    lines = ["", f"| slice | documents | {' | '.join(map(_cell, names))} |"]
-    lines.append("|---|---:|" + "---:|" * len(names))
+    other = next((each for each in ("champion", "base") if each in names), "")
+    shown = [f"candidate − {other}"] if other else []
+    lines = ["", f"| slice | documents | {' | '.join(map(_cell, [*names, *shown]))} |"]
+    lines.append("|---|---:|" + "---:|" * len(names + shown))
     for row in report.slices:
         figures = " | ".join(f"{_figure(row, name):.3f}" for name in names)
         lines.append(
             f"| {_cell(str(row['slice']))}: {_cell(str(row['name']))} | {row['documents']} | "
-            f"{figures} |"
+            f"{figures} |{f' {_slice_gain(row, other)} |' if other else ''}"
         )
     return lines
+
+
+def _slice_gain(row: dict[str, object], other: str) -> str:
+    gains = row.get("difference_to")
+    if not isinstance(gains, dict) or other not in gains:
+        return "–"
+    gain = Interval.model_validate(gains[other])
+    return f"{gain.value:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}]"
 
 
 def _figure(row: dict[str, object], name: str) -> float:

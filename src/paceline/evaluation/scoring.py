@@ -69,6 +69,15 @@ class Resampler:
         return np.concatenate(estimates, axis=1)
 
 
+def _resampler(sizes: Reals, settings: EvaluationSettings) -> Resampler:
+    return Resampler(
+        sizes,
+        samples=settings.bootstrap_samples,
+        confidence=settings.confidence,
+        seed=settings.seed,
+    )
+
+
 def compared_means(
     by_model: Mapping[str, Sequence[float] | Reals], settings: EvaluationSettings
 ) -> dict[str, Any]:
@@ -76,12 +85,7 @@ def compared_means(
     candidate's paired ``difference_to`` the others, as intervals."""
     figures = {name: np.array(each, dtype=np.float64) for name, each in by_model.items()}
     count = len(next(iter(figures.values())))
-    resampler = Resampler(
-        np.ones(count),
-        samples=settings.bootstrap_samples,
-        confidence=settings.confidence,
-        seed=settings.seed,
-    )
+    resampler = _resampler(np.ones(count), settings)
     gains: dict[str, Interval] = {}
     if (own := figures.get("candidate")) is not None:
         others = {name: each for name, each in figures.items() if name != "candidate"}
@@ -196,7 +200,12 @@ def score_models(
         documents=len(held_out),
         bytes=int(sizes_D.sum()),
         scores=_scores(scored, sizes_D, settings),
-        slices=slice_rows({name: each.bits for name, each in scored.items()}, held_out),
+        slices=slice_rows(
+            {name: each.bits for name, each in scored.items()},
+            held_out,
+            lambda bits_D, sizes_D: _resampler(sizes_D, settings).ratio(bits_D),
+            settings.slice_values,
+        ),
         failures=failures,
         seconds=time.monotonic() - began,
         of_assistants=any(each.conversation is not None for each in held_out),
@@ -285,12 +294,7 @@ def _by_token(bits_D: Reals, facts: Mapping[str, Any]) -> dict[str, Any]:
 def _scores(
     scored: Mapping[str, _Scored], sizes_D: Reals, settings: EvaluationSettings
 ) -> tuple[ModelScore, ...]:
-    resampler = Resampler(
-        sizes_D,
-        samples=settings.bootstrap_samples,
-        confidence=settings.confidence,
-        seed=settings.seed,
-    )
+    resampler = _resampler(sizes_D, settings)
     found = []
     for name, each in scored.items():
         found.append(

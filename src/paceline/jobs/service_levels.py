@@ -3,7 +3,7 @@
 Changes are counted as the leader stores them, from the beginning of its term: a job that is deleted
 takes nothing away. What stands is read from the table at each scrape. Labels are bounded (teams,
 hosts, three classes of priority, states, causes, kinds). A job has a series only while it is open
-and has failed: at most MOST_JOBS of each metric, those with the most.
+and has failed: at most 100 jobs of each metric, those with the most.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from .publish import (
     fetch_manifest as fetch_manifest,
     publish_model as publish_model,
     published_record as published_record,
+    require_finite_weights as require_finite_weights,
     write_manifest as write_manifest,
 )
 from .signing import (

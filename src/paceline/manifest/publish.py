@@ -49,7 +49,9 @@ if TYPE_CHECKING:
 
 FILES_AT_ONCE = 4
 CLAIM_FILE = f"{MANIFEST_FILE}.claim"
+NOT_FINITE_FILE = f"{MANIFEST_FILE}.not-finite"
 MAX_RECORD_BYTES = 4096
+MAX_TENSOR_NAME = 1000
 ATTEMPTS = 5  # claims that are released while they are read
 
 log = logging.getLogger(__name__)
@@ -116,6 +118,7 @@ def publish_model(
         _refuse_older(url, version, store)
     begun = published or read_record(Claim, join_url(url, CLAIM_FILE), store)
     sizes = _sizes(found, begun, link_mbit, piece_bytes, chunk_bytes)
+    odd: list[str] = []
     manifest = digest(
         root,
         found,
@@ -125,6 +128,7 @@ def publish_model(
         piece_hash=piece_hash or (begun.piece_hash if begun else "blake3"),
         on_progress=on_progress,
         stopping=stopping,
+        on_not_finite=odd.append,
     )
     if published and published.digest != manifest.digest:
         raise _conflict(url, published, manifest)
@@ -138,6 +142,7 @@ def publish_model(
     elif published:
         manifest = published  # its signature stays valid
     uploaded = _upload(root, found, url, store, manifest, on_progress, stopping)
+    record_not_finite(url, store, manifest, odd)
     if manifest != published:
         if stopping.is_set():
             raise Cancelled("the publish was stopped", where=url, do="Run it again.")
@@ -187,6 +192,37 @@ def fetch_manifest(
         ) from error
     policy.check(manifest, where=url)
     return manifest
+
+
+class NotFinite(Record):
+    """What is stored beside a version whose weights are not finite; one without it is sound, or was
+    published without numpy, or by a release before."""
+
+    digest: Sha256  # of its manifest
+    tensor: str  # the first, and its file
+
+
+def record_not_finite(url: str, store: ObjectStore, manifest: Manifest, odd: list[str]) -> None:
+    """Store beside the version below ``url`` which tensor is not finite, where ``odd`` has one."""
+    if odd:
+        fact = NotFinite(digest=manifest.digest, tensor=min(odd)[:MAX_TENSOR_NAME])
+        store.put_bytes(join_url(url, NOT_FINITE_FILE), fact.model_dump_json().encode())
+        log.warning("%s/%s is not finite: %s", manifest.model_id, manifest.version, fact.tensor)
+
+
+def require_finite_weights(url: str, store: ObjectStore) -> None:
+    """Raise InvalidInput where its publish found NaN or infinity in the version below ``url``."""
+    fact = read_record(NotFinite, join_url(url, NOT_FINITE_FILE), store)
+    if fact is None:
+        return
+    raw = store.get_bytes(join_url(url, MANIFEST_FILE), MAX_MANIFEST_BYTES)
+    if fact.digest == parse_manifest(raw).digest:
+        raise InvalidInput(
+            "weights are not finite",
+            got=f"NaN or infinity in {fact.tensor}",
+            where=url,
+            do="Take another checkpoint of this model.",
+        )
 
 
 def write_manifest(directory: Path | str, manifest: Manifest) -> Path:

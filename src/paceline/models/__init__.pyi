@@ -17,6 +17,7 @@ from .config import (
     count_parameters as count_parameters,
     require_tokenizer as require_tokenizer,
 )
+from .description import require_described as require_described
 from .files import (
     CONFIG_FILE as CONFIG_FILE,
     DESCRIBING as DESCRIBING,

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from paceline.errors import CorruptData, InvalidInput, SourceMissing, short_repr
-from paceline.models.config import USER_CODE, ModelConfig, UserCodeConfig
+from paceline.models.config import FAMILIES, USER_CODE, ModelConfig, UserCodeConfig
 from paceline.schemas import digest_of, parse_json
 
 CONFIG_FILE = "config.json"
@@ -28,6 +28,7 @@ PROGRAM_FILE = "model.pt2"  # a torch.export program, which is written and never
 UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy", ".npz", ".h5")
 # What transformers' Trainer writes beside the weights to resume by; not weights, and never read.
 OF_TRAINER = ("training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 MAX_JSON_BYTES = 16 * 1024 * 1024
 
 Config = TypeVar("Config", ModelConfig, UserCodeConfig)
@@ -79,6 +80,58 @@ def _parsed(kind: type[Config], raw: dict[str, Any], path: Path | str) -> Config
             wanted=first["msg"],
             where=path,
         ) from error
+
+
+def read_pretrained_config(directory: Path) -> dict[str, Any]:
+    """Return the ``config.json`` of a directory in transformers' layout, as it stands there.
+
+    Raises InvalidInput for one that is not trained: of another family, quantised, with code of its
+    own, an adapter, or a tokenizer that is no tokenizer.json.
+    """
+    path = directory / CONFIG_FILE
+    require_whole(directory)
+    raw = read_json(path)
+    if "auto_map" in raw:
+        raise InvalidInput(
+            "model needs code of its own directory",
+            got="auto_map (trust_remote_code)",
+            wanted=f"one of {', '.join(FAMILIES)}",
+            where=path,
+            do="Train it as a model of your own: training.code_ref.",
+        )
+    family = raw.get("model_type")
+    if family not in FAMILIES:
+        raise InvalidInput(
+            "model family is not supported",
+            got=f"model_type {family!r}",
+            wanted=f"one of {', '.join(FAMILIES)}",
+            where=path,
+            do="Train it as a model of your own: training.code_ref.",
+        )
+    made_for = raw.get("architectures") or [FAMILIES[family]]
+    if FAMILIES[family] not in made_for:
+        raise InvalidInput(
+            "not a language model", got=made_for, wanted=FAMILIES[family], where=path
+        )
+    if raw.get("quantization_config"):
+        raise InvalidInput(
+            "quantised weights are not trained",
+            got="quantization_config",
+            wanted="weights in float32, bfloat16 or float16",
+            where=path,
+        )
+    if not (directory / TOKENIZER_FILE).is_file():
+        for name in OTHER_TOKENIZERS:
+            if (directory / name).is_file():
+                raise InvalidInput(
+                    "tokenizer is not a tokenizer.json",
+                    got=name,
+                    wanted=TOKENIZER_FILE,
+                    where=directory,
+                    do="Save it with transformers: AutoTokenizer.from_pretrained(…)"
+                    ".save_pretrained(…).",
+                )
+    return raw
 
 
 def is_pretrained(directory: Path) -> bool:

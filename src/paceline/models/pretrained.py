@@ -27,7 +27,7 @@ from paceline.models.files import (
     INDEX_FILE,
     TOKENIZER_FILE,
     read_json,
-    require_whole,
+    read_pretrained_config,
 )
 from paceline.models.tensor_files import (
     StoredTensor,
@@ -39,7 +39,6 @@ from paceline.models.tensor_files import (
 
 CPU = torch.device("cpu")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 LEGAL = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")  # go with the weights
 FILE_BYTES = 5_000_000_000  # of a weights file, at most (a larger tensor has its own)
@@ -285,48 +284,7 @@ class Pretrained:
 
 def _read_config(directory: Path) -> Any:
     path = directory / CONFIG_FILE
-    require_whole(directory)
-    raw = read_json(path)
-    if "auto_map" in raw:
-        raise InvalidInput(
-            "model needs code of its own directory",
-            got="auto_map (trust_remote_code)",
-            wanted=f"one of {', '.join(FAMILIES)}",
-            where=path,
-            do="Train it as a model of your own: training.code_ref.",
-        )
-    family = raw.get("model_type")
-    if family not in FAMILIES:
-        raise InvalidInput(
-            "model family is not supported",
-            got=f"model_type {family!r}",
-            wanted=f"one of {', '.join(FAMILIES)}",
-            where=path,
-            do="Train it as a model of your own: training.code_ref.",
-        )
-    made_for = raw.get("architectures") or [FAMILIES[family]]
-    if FAMILIES[family] not in made_for:
-        raise InvalidInput(
-            "not a language model", got=made_for, wanted=FAMILIES[family], where=path
-        )
-    if raw.get("quantization_config"):
-        raise InvalidInput(
-            "quantised weights are not trained",
-            got="quantization_config",
-            wanted="weights in float32, bfloat16 or float16",
-            where=path,
-        )
-    if not (directory / TOKENIZER_FILE).is_file():
-        for name in OTHER_TOKENIZERS:
-            if (directory / name).is_file():
-                raise InvalidInput(
-                    "tokenizer is not a tokenizer.json",
-                    got=name,
-                    wanted=TOKENIZER_FILE,
-                    where=directory,
-                    do="Save it with transformers: AutoTokenizer.from_pretrained(…)"
-                    ".save_pretrained(…).",
-                )
+    read_pretrained_config(directory)
     from transformers import AutoConfig
 
     try:

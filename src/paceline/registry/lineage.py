@@ -261,6 +261,8 @@ def training_metrics(result: TrainResult) -> list[MetricPoint]:
         "train/resumed_from_step": result.resumed_from_step,
         "train/tokens_per_step": result.tokens_per_step,
         "train/epoch_tokens": result.epoch_tokens,
+        "train/epoch_bytes": result.epoch_bytes,
+        "train/epoch_documents": result.epoch_documents,
         "train/checkpoint_bytes": sum(each.bytes for each in result.checkpoints),
     }
     if result.ledger is not None:

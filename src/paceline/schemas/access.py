@@ -212,6 +212,12 @@ class PurposesShown(PurposeList):
     status: Literal["complete"] = "complete"
 
 
+class PurposeShown(PurposeRule):
+    """Output of `paceline purposes` allow and revoke with --json."""
+
+    status: Literal["complete"] = "complete"
+
+
 class JoinWorker(Record):
     """Request of an agent to become ``worker_id``; its private key stays on the node."""
 
@@ -255,7 +261,8 @@ class TokenRevoked(Record):
     """Output of `paceline tokens revoke --json`."""
 
     status: Literal["complete"] = "complete"
-    token_id: Name
+    token_id: Name  # the first of ``token_ids``
+    token_ids: tuple[Name, ...]  # with --worker-id all that the worker has
 
 
 class FleetInitialised(Record):

@@ -1,4 +1,4 @@
-"""Records that commands print with --json: demo, plan, simulate, publish, distribute, status, …
+"""Records that commands print with --json: plan, simulate, publish, distribute --into, status, …
 
 ``python -m paceline.schemas.json_schemas docs/schemas`` writes their JSON schemas.
 """
@@ -9,109 +9,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from paceline.schemas.base import ModelId, Name, PieceHash, Record, Sha256, Text
+from paceline.schemas.base import ModelId, Name, PieceHash, Record, Sha256, Text, is_empty
 from paceline.schemas.clients import ApprovalRequest
 from paceline.schemas.events import DeploymentMoment, WorkerMoment
 from paceline.schemas.plan import Topology
 from paceline.schemas.records import Failure, Receipt
-from paceline.schemas.training import GateDecision, Interval
-
-
-class StageLine(Record):
-    stage: str
-    seconds: float = Field(ge=0)
-    already_done: bool  # found in the ledger: not run again
-
-
-class Movement(Record):
-    """What a relay moved."""
-
-    deployment_id: str
-    topology: str
-    epoch: int  # 1: never re-planned
-    workers: int  # complete, with a receipt
-    seconds: float  # accepted plan to last verified rename
-    predicted_seconds: float
-    bound_seconds: float
-    total_bytes: int
-    origin_bytes: int
-    received_bytes: int  # from peers, over all workers
-    refetched_bytes: int
-    pieces_reused: int
-    bytes_reused: int
-    cross_rack_bytes: int
-    slow: tuple[str, ...] = ()  # workers at the tail of the line at the end
-    quarantined: tuple[str, ...] = ()
-
-
-class DistributionSummary(Movement):
-    """Distribution of one version to its targets."""
-
-    verified: int  # workers that read every byte of their copy again
-    already_done: bool
-
-
-class ModelFigures(Record):
-    model_id: str
-    parameters: int | None  # None: of a base that was published before
-    base_version: str
-    version: str
-    manifest_digest: Sha256
-
-
-class DataFigures(Record):
-    documents: int
-    bytes: int
-    digest: Sha256
-
-
-class TrainingFigures(Record):
-    job_id: str
-    steps: int
-    resumed_from_step: int
-    first_loss: float | None  # nats per byte
-    final_loss: float | None
-    tokens_per_second: float
-    data_wait_share: float
-    checkpoint_stall_share: float
-    restarts: int
-    seconds: float
-
-
-class EvaluationFigures(Record):
-    documents: int
-    bytes: int
-    bits_per_byte: dict[str, Interval]  # candidate, base, champion, n-gram model, compressors
-    difference_to: dict[str, Interval]  # paired: candidate minus the other; lower is better
-
-
-class RegistryFigures(Record):
-    model_id: str
-    version: str  # the registry's
-    alias: str
-    previous: str | None
-    evidence_digest: Sha256
-
-
-class RunSummary(Record):
-    """Result of a whole run, from a bucket to a promoted model on every node."""
-
-    status: Literal["complete"]
-    run_id: str
-    already_done: bool  # the ledger had every stage
-    stages: tuple[StageLine, ...]
-    model: ModelFigures
-    data: DataFigures
-    distribution: DistributionSummary
-    rollout: DistributionSummary
-    training: TrainingFigures
-    evaluation: EvaluationFigures
-    gate: GateDecision
-    registry: RegistryFigures
-    links: dict[str, str]
-    notes: tuple[str, ...]  # problems that were recovered from, and policy exceptions
-    ready_seconds: float | None = None  # demo only: until every server was ready
-    total_seconds: float | None = None  # demo only
 
 
 class ProblemFigures(Record):
@@ -392,3 +294,63 @@ class Changed(Record):
     workers: int = 0  # that switched
     waiting: tuple[str, ...] = ()  # workers that get the command when they return
     seconds: float = 0.0
+
+
+# Output of short commands.
+
+
+class Started(Record):
+    """Output of `paceline up --json`."""
+
+    status: Literal["running"] = "running"
+    state: str  # the directory
+    links: dict[str, str]  # pages, logs, credentials
+
+
+class Stopped(Record):
+    """Output of `paceline down --json`."""
+
+    status: Literal["stopped"] = "stopped"
+    was_running: bool
+    state: str
+
+
+class Links(Record):
+    """Output of `paceline where --json`: pages and paths of the installation, or of one run."""
+
+    model_config = Record.model_config | {"extra": "allow"}  # pages that another version has
+    __pydantic_extra__: dict[str, str]
+
+    status: Literal["complete"] = "complete"
+    prefect: str = ""  # "": there is none
+    mlflow: str = ""
+    fleet: str = ""
+    s3: str = Field(default="", exclude_if=is_empty)
+    logs: str = Field(default="", exclude_if=is_empty)
+    credentials: str = Field(default="", exclude_if=is_empty)
+    run: str = Field(default="", exclude_if=is_empty)  # its id
+    state: str = Field(default="", exclude_if=is_empty)  # the directory with the run's records
+
+
+class LoggedOut(Record):
+    """Output of `paceline logout --json`."""
+
+    status: Literal["complete"] = "complete"
+    was_logged_in: bool
+
+
+class KeyShown(Record):
+    """Output of `paceline keys --json`."""
+
+    status: Literal["complete"] = "complete"
+    path: str  # of the private key
+    public_key: str
+
+
+class SweepStarted(Record):
+    """Output of `paceline sweep --detach --json`."""
+
+    status: Literal["complete"] = "complete"
+    run_id: str
+    flow_run_id: str  # Prefect's
+    page: str = ""  # in Prefect

@@ -374,9 +374,11 @@ class JobsShown(Record):
 
 
 class JobShown(JobView):
-    """Output of `paceline jobs` submit, show, pause, resume, cancel and review with --json."""
+    """Output of `paceline jobs` submit, show, pause, resume, cancel and review with --json:
+    ``status`` is the command's outcome, ``state`` the job's."""
 
     status: Literal["complete"] = "complete"
+    state: JobState
 
 
 class JobLogShown(Record):

@@ -179,6 +179,8 @@ class TrainResult(Record):
     accelerators: dict[str, int] = Field(default={}, exclude_if=is_empty)
     tokens_per_step: float | None = Field(default=None, exclude_if=is_none)  # of the last attempt
     epoch_tokens: int | None = Field(default=None, exclude_if=is_none)  # of the training split
+    epoch_bytes: int | None = Field(default=None, exclude_if=is_none)  # likewise, of its text
+    epoch_documents: int | None = Field(default=None, exclude_if=is_none)  # likewise
     program: ProgramCheck | None = Field(default=None, exclude_if=is_none)  # of export_program
 
     @property

@@ -6,6 +6,7 @@ from .continuing import (
     store_job as store_job,
     stored_training_id as stored_training_id,
 )
+from .export_policy import base_facts as base_facts, settings_for as settings_for
 from .identity import (
     code_ref_task_size as code_ref_task_size,
     code_version as code_version,

@@ -1,22 +1,33 @@
 """Check of a published base model before any node is busy, by its config and its headers alone.
 
 ``python -m paceline.training.base_check`` is the process that builds the model without values: it
-reads one line of JSON on standard input. Weights that are not finite are left to the ranks.
+reads one line of JSON on standard input. Whether weights are finite its publish has found.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from paceline.config import TrainingSettings
 from paceline.data import Snapshot, SnapshotRecord
-from paceline.errors import PacelineError, to_record
+from paceline.errors import PacelineError, ServiceUnavailable, from_record, to_record
 from paceline.extras import is_installed
-from paceline.models import CONFIG_FILE, ModelConfig, is_pretrained, read_config, require_tokenizer
+from paceline.manifest import require_finite_weights
+from paceline.models import (
+    CONFIG_FILE,
+    ModelConfig,
+    is_pretrained,
+    read_config,
+    require_described,
+    require_tokenizer,
+)
 from paceline.storage import ObjectInfo, ObjectStore
 from paceline.training.loop import require_pretrained
 from paceline.training.parallel import MeshSpec, replicas_of, require_layout
@@ -25,27 +36,41 @@ from paceline.training.user_code import check_in_process
 if TYPE_CHECKING:
     from paceline.models import Pretrained
 
+DEADLINE_S = 60.0  # of reading what describes the model
 MAX_HEADER_BYTES = 100_000_000  # that safetensors reads
 MAX_FILE_BYTES = 64 * 1024 * 1024  # of one that describes the model
 DESCRIBING_SUFFIXES = (".json", ".jinja")
 
 
 def check_base(
-    url: str, store: ObjectStore, settings: TrainingSettings, context: int, snapshot: Snapshot
+    url: str,
+    store: ObjectStore,
+    settings: TrainingSettings,
+    context: int,
+    snapshot: Snapshot,
+    *,
+    builds: bool = True,
 ) -> None:
     """Raise InvalidInput where ``settings`` cannot train the model that is published at ``url`` on
     rows of ``context`` tokens of ``snapshot``.
 
     Checks config, tensor names, shapes and dtypes, tokenizer, mesh, and the layers that the
-    settings name. Checks nothing where the model is not published, and no layers where this
-    machine lacks the libraries to build the model.
+    settings name. Checks nothing where the model is not published, and no layers unless it
+    ``builds`` the model, for which this machine has the libraries and seconds.
     """
-    found = store.list(url)
+    found, until_s = store.list(url), time.monotonic() + DEADLINE_S
     if not any(each.url == f"{url}/{CONFIG_FILE}" for each in found):
         return
+    require_finite_weights(url, store)
     with TemporaryDirectory(prefix="base-check-") as directory:
         for each in found:
             name = each.url.removeprefix(f"{url}/")
+            if time.monotonic() > until_s:
+                raise ServiceUnavailable(
+                    "what describes the base model cannot be read in time",
+                    got=f"{name} after {DEADLINE_S:.0f} s",
+                    where=url,
+                )
             if "/" not in name:
                 _write_outline(each, store, Path(directory) / name)
         asked: dict[str, Any] = {
@@ -58,13 +83,29 @@ def check_base(
                 "record": snapshot.record.model_dump(mode="json"),
             },
         }
-        pretrained = is_pretrained(Path(directory))
+        pretrained, vocabulary = is_pretrained(Path(directory)), snapshot.vocabulary
+        if pretrained:
+            with _named_as(directory, url):
+                require_described(
+                    Path(directory), context, vocabulary.sha256 or "", vocabulary.vocab_size
+                )
         needed = ["torch"] + ["transformers"] * pretrained + ["peft"] * (settings.lora is not None)
-        if not (pretrained or names_parts(settings)):
-            require_base(asked)  # needs no torch
-        elif all(is_installed(each) for each in needed):
+        if not pretrained and not (builds and names_parts(settings)):
+            with _named_as(directory, url):
+                _require_ours(Path(directory), settings, snapshot)  # needs no torch
+        elif builds and all(is_installed(each) for each in needed):
             shown = {directory: url}
             check_in_process(__name__, asked, "check of the base model", url, shown=shown)
+
+
+@contextmanager
+def _named_as(directory: str, url: str) -> Iterator[None]:
+    """Raise errors within, which name ``directory``, with ``url`` in its place."""
+    try:
+        yield
+    except PacelineError as error:
+        text = json.dumps(to_record(error)).replace(directory, url)
+        raise from_record(json.loads(text)) from error
 
 
 def _write_outline(info: ObjectInfo, store: ObjectStore, path: Path) -> None:
@@ -72,13 +113,16 @@ def _write_outline(info: ObjectInfo, store: ObjectStore, path: Path) -> None:
     if info.size <= MAX_FILE_BYTES and path.suffix in DESCRIBING_SUFFIXES:
         path.write_bytes(store.get_bytes(info.url))
         return
-    header = b""
-    if path.suffix == ".safetensors":
-        length = int.from_bytes(_start_of(info, store, 8), "little")
-        header = _start_of(info, store, 8 + min(length, MAX_HEADER_BYTES))
     with path.open("wb") as file:
-        file.write(header)
+        if path.suffix == ".safetensors":
+            file.write(header_of(info, store))
         file.truncate(info.size)
+
+
+def header_of(info: ObjectInfo, store: ObjectStore) -> bytes:
+    """Return the header of a safetensors file, with its length before it."""
+    length = int.from_bytes(_start_of(info, store, 8), "little")
+    return _start_of(info, store, 8 + min(length, MAX_HEADER_BYTES))
 
 
 def _start_of(info: ObjectInfo, store: ObjectStore, size: int) -> bytes:
@@ -123,10 +167,14 @@ def require_base(asked: dict[str, Any]) -> None:
         require_pretrained(found, settings, asked["context"], snapshot)
         require_targets(found, settings)
         return
+    require_targets(_require_ours(directory, settings, snapshot), settings)
+
+
+def _require_ours(directory: Path, settings: TrainingSettings, snapshot: Snapshot) -> ModelConfig:
     config, vocabulary = read_config(directory), snapshot.vocabulary
     require_layout(MeshSpec.of(settings.mesh, replicas_of(settings)), settings, config)
     require_tokenizer(config, vocabulary.sha256 or "", vocabulary.vocab_size)
-    require_targets(config, settings)
+    return config
 
 
 def main() -> int:

@@ -107,6 +107,36 @@ def test_a_compiled_model_has_equal_losses_from_one_graph_for_all_blocks(monkeyp
     assert len(graphs) == made, "other documents, and no graph more"
 
 
+# torch's tracer looks at .grad of everything and hides the warning in a way that "error" undoes.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.nightly)])
+def test_a_compiled_model_of_transformers_has_equal_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """A stand-in for the compiler's backend runs what was traced as it is."""
+    graphs: list[int] = []
+
+    def counting(graph, _inputs):
+        graphs.append(len(list(graph.graph.nodes)))
+        return graph.forward
+
+    pretrained = Pretrained.open(write_model(family, tmp_path))
+
+    def losses(**changes: object) -> list[float]:
+        settings = TrainingSettings.model_validate({"ranks": 1, "batch_sequences": 8} | changes)
+        workload = TransformerWorkload(pretrained)
+        parallel = parallelise(workload.build(), Mesh(MeshSpec()), settings, workload)
+        load_weights(pretrained, parallel)
+        found: list[float] = Run(Layout("one"), settings, MeshSpec(), workload, parallel).train(2)
+        return found
+
+    plain = losses()
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", functools.partial(real, backend=counting))
+    assert losses(compile=True) == pytest.approx(plain, rel=1e-5)
+    assert max(graphs) > 20, "blocks were traced, not only the loss"
+
+
 def test_recomputed_blocks_keep_less_and_their_names() -> None:
     def kept(model: nn.Module) -> int:
         held = 0

@@ -18,7 +18,7 @@ from paceline.cli.commands import Sections
 from paceline.cli.doctor import checks
 from paceline.cli.doctor.bundle import write_bundle
 from paceline.cli.options import json_option, refuse_typed, state_option
-from paceline.client import Client
+from paceline.client import Client, runtime_of
 from paceline.config import Runtime, find_installation
 from paceline.errors import InvalidInput, PacelineError
 from paceline.schemas import Check, Diagnosis
@@ -137,7 +137,7 @@ def _client(runtime: Runtime, source: str) -> Iterator[Check]:
     for url in urls:
         yield from checks.coordinator(runtime, url, token=url == urls[0])
     try:
-        runtime = Client.of(runtime).runtime()
+        runtime = runtime_of(Client.of(runtime))
     except PacelineError:
         return  # what the coordinator's check has found
     yield from checks.s3(runtime, source)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import signal
 import threading
@@ -31,6 +30,7 @@ from paceline.cli.options import (
     read_profile,
     refuse_typed,
     run_id_option,
+    show,
     state_option,
     team_option,
 )
@@ -47,7 +47,7 @@ from paceline.cli.training.output import (
 from paceline.errors import Cancelled, InvalidInput
 from paceline.extras import require_extras
 from paceline.relay import SignalEvent
-from paceline.schemas import is_run_id, one_of
+from paceline.schemas import TrainAnswer, is_run_id, one_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -171,7 +171,7 @@ def train(
     hold.
 
     Every setting of a profile can be --set here, and what concerns the training (training.…,
-    data.batching) on an installation: docs/reference/profile.md lists them.
+    data.batching) on an installation: "Profile keys" in the documentation lists them.
     """
     named = {"team": team, "project": project, "purpose": purpose}
     owner: dict[str, Any] = {name: value for name, value in named.items() if value}
@@ -332,10 +332,9 @@ def train_here(
             if logged is not None:
                 logged.done(result)
     if as_json:
-        answer = {"status": "complete", "run_id": job.run_id, "notes": lines.notes}
-        if logged is not None:
-            answer["mlflow_run_id"] = logged.run_id
-        click.echo(json.dumps(answer | result.model_dump(mode="json")))
+        logged_id = None if logged is None else logged.run_id
+        show(TrainAnswer(run_id=job.run_id, notes=tuple(lines.notes), mlflow_run_id=logged_id,
+                         **dict(result)), as_json)  # fmt: skip
     else:
         if not lines.started:
             say(

@@ -42,6 +42,7 @@ from paceline.jobs import money
 from paceline.schemas import (
     JobLogShown,
     JobOutcome,
+    JobShown,
     JobsShown,
     JobState,
     JobView,
@@ -131,7 +132,7 @@ def submit(
         notice(f"estimate: {figures} {made.currency}; {made.estimate.based_on[0]}", mark="")
     if not follow:
         job_id = made.job.job_id
-        show(made, as_json, f"queued: {job_id}", f"next:   paceline jobs show {job_id}")
+        _print(made, as_json, f"queued: {job_id}", f"next:   paceline jobs show {job_id}")
         return 0
     notice(f"job {made.job.job_id}; Ctrl-C leaves it running", mark="")
     return _followed(client, made.job.job_id, as_json)
@@ -188,7 +189,7 @@ def show_job(job: str, state: Path | None, as_json: bool) -> int:
     """Show JOB: its state and why, progress, checkpoints, ranks, and what happened."""
     client = _client(state)
     view = client.job(whole_job_id(client, job))
-    show(view, as_json, *_lines(view))
+    _print(view, as_json, *_lines(view))
     return 0
 
 
@@ -230,7 +231,7 @@ def _changing(what: Any, text: str, *options: Callable[..., Any]) -> None:
     def change(job: str, state: Path | None, as_json: bool, budget: float | None = None) -> int:
         client = _client(state)
         made = client.change_job(whole_job_id(client, job), what, budget=budget)
-        show(made, as_json, f"{made.job.job_id}: {made.job.state}")
+        _print(made, as_json, f"{made.job.job_id}: {made.job.state}")
         return 0
 
     for each in (json_option, state_option, *options, click.argument("job")):
@@ -260,8 +261,12 @@ def review(job: str, reject: bool, reason: str, state: Path | None, as_json: boo
     made = client.review_job(
         whole_job_id(client, job), ReviewJob(accepted=not reject, reason=reason)
     )
-    show(made, as_json, f"{made.job.job_id}: {made.job.state}")
+    _print(made, as_json, f"{made.job.job_id}: {made.job.state}")
     return 0
+
+
+def _print(view: JobView, as_json: bool, *lines: str) -> None:
+    show(JobShown(state=view.job.state, **dict(view)), as_json, *lines)
 
 
 def _client(state: Path | None) -> CoordinatorClient:
@@ -277,7 +282,7 @@ def _followed(client: CoordinatorClient, job_id: str, as_json: bool = False) -> 
 
     view = _until_ended(client, job_id, on_state, lambda line: notice(line, mark=""))
     require_success(view.job)
-    show(view, as_json, *_lines(view))
+    _print(view, as_json, *_lines(view))
     return 0
 
 

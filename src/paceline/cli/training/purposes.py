@@ -14,7 +14,7 @@ from paceline.cli.options import json_option, print_table, show, state_option
 from paceline.client import AccessClient
 from paceline.config import find_installation
 from paceline.errors import InvalidInput
-from paceline.schemas import AllowPurpose, PurposeRule, PurposesShown, one_of
+from paceline.schemas import AllowPurpose, PurposeRule, PurposeShown, PurposesShown, one_of
 from paceline.units import moment
 
 
@@ -77,7 +77,7 @@ def allow(purpose: str, ttl: float | None, state: Path | None, as_json: bool, **
         where = ".".join(map(str, first["loc"]))
         raise InvalidInput("not a rule", got=first["msg"], where=where) from error
     made = _client(state).allow_purpose(call)
-    show(made, as_json, f"{made.rule_id}: {made.purpose} is allowed")
+    show(PurposeShown(**dict(made)), as_json, f"{made.rule_id}: {made.purpose} is allowed")
     return 0
 
 
@@ -90,7 +90,7 @@ def revoke(rule: str, state: Path | None, as_json: bool) -> int:
     client = _client(state)
     known = [each.rule_id for each in client.data_purposes()]
     made = client.revoke_purpose(one_of("rule", rule, known))
-    show(made, as_json, f"{made.rule_id} allows nothing any more")
+    show(PurposeShown(**dict(made)), as_json, f"{made.rule_id} allows nothing any more")
     return 0
 
 

@@ -29,7 +29,7 @@ from paceline.cli.options import (
     state_option,
     team_option,
 )
-from paceline.client import Client
+from paceline.client import Client, runtime_of
 from paceline.config import Runtime, find_installation
 from paceline.errors import Cancelled, InvalidInput, NotFound
 from paceline.extras import installed_extras
@@ -44,7 +44,7 @@ from paceline.jobs import (
     studies_of,
     trial_row,
 )
-from paceline.schemas import SWEEP, SweepShown, new_run_id, sweep_key
+from paceline.schemas import SWEEP, SweepShown, SweepStarted, new_run_id, sweep_key
 
 OWN_FILE = "paceline-sweeps.sqlite"  # of a login that runs its sweeps itself
 
@@ -135,7 +135,7 @@ def run(
                     "cancels the jobs.",
                 )
             return _detach(made, client, as_json)
-        runtime = client.runtime()
+        runtime = runtime_of(client)
         found = _run(made, client, runtime, storage or _storage(runtime), cancel_jobs=cancel_jobs)
     _show(found, as_json)
     return 0
@@ -178,7 +178,7 @@ def _detach(made: Sweep, client: Client, as_json: bool) -> int:
     given = made.model_dump(mode="json", exclude_unset=True)
     search = {key: given.pop(key) for key in Search.model_fields if key in given}
     begun = client.start("sweep", given | {"search": search}, on_notice=notice)
-    answer = {"run_id": begun.run_id, "flow_run_id": begun.id, "page": begun.page}
+    answer = SweepStarted(run_id=begun.run_id, flow_run_id=begun.id, page=begun.page)
     show(answer, as_json, f"started:  {begun.page or begun.id}",
          f"next:     paceline sweep report {made.name}")  # fmt: skip
     return 0

@@ -197,8 +197,7 @@ def _unreadable(name: str, got: str) -> InvalidInput:
 
 def _sample(cells: dict[str, _Cell], where: str, fields: Fields) -> Sample | UnusableSample:
     key = _name(cells.pop(fields.key, None)) or where
-    if fields.slice:
-        key = fields.name(key, _name(cells.pop(fields.slice, None)))
+    key = fields.name(key, lambda column: _name(cells.pop(column, None)))
     for name, cell in cells.items():
         if isinstance(cell, UnusableSample):
             return UnusableSample(key, f"{name[:100]!r}: {cell.reason}" if name else cell.reason)

@@ -51,7 +51,12 @@ class ParquetProcess:
         ``features``: each row must have a key, and numbers in every other column. Raises
         InvalidInput for a file that cannot be read within the process's memory limit.
         """
-        request = [str(path), name, [fields.text, fields.key, fields.slice], features]
+        request = [
+            str(path),
+            name,
+            [fields.text, fields.key, fields.slice, [*fields.slices]],
+            features,
+        ]
         self._send(json.dumps(request).encode())
         while answer := self._receive(name):
             self._send(b"")  # the child decodes the next ones meanwhile

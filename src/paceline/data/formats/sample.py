@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,13 +60,20 @@ class Fields:
     text: str = "text"
     key: str = "key"
     slice: str = ""  # whose value is the directory of the sample's name; "": none
+    slices: Sequence[str] = ()  # or several, each a directory COLUMN=VALUE
 
-    def name(self, key: str, value: object) -> str:
-        """Return the name of a sample with ``key``: below its ``value`` of ``slice``, as a
-        directory."""
-        text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
-        shown = "".join(each for each in text[:MAX_SLICE_CHARS] if each.isprintable())
-        return f"{'(none)' if value is None else shown.replace('/', '_') or '(empty)'}/{key}"
+    def name(self, key: str, take: Callable[[str], object]) -> str:
+        """Return the name of a sample with ``key``: below the values of its slices, which ``take``
+        takes out of the sample."""
+        if self.slice:
+            return f"{_directory(take(self.slice))}/{key}"
+        return "/".join([*(f"{each}={_directory(take(each))}" for each in self.slices), key])
+
+
+def _directory(value: object) -> str:
+    text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+    shown = "".join(each for each in text[:MAX_SLICE_CHARS] if each.isprintable())
+    return "(none)" if value is None else shown.replace("/", "_") or "(empty)"
 
 
 @dataclass(frozen=True)

@@ -81,8 +81,7 @@ def _sample(line: bytes, where: str, fields: Fields) -> Sample | UnusableSample:
     if key is not None and not isinstance(key, str | int):
         return UnusableSample(where, f"its {fields.key!r} is no name")
     named = where if key is None else str(key)
-    if fields.slice:
-        named = fields.name(named, value.pop(fields.slice, None))
+    named = fields.name(named, lambda column: value.pop(column, None))
     return sample_of(named, value, fields.text)
 
 

@@ -16,7 +16,7 @@ from paceline.schemas import ModelId, Name, Record, Resources, Team, Text
 
 MAX_BYTES = 64 * 1024
 WANTED = '[space."training.…"] with kind float or int (low, high, log) or categorical (choices)'
-DO = "See docs/how-to/sweep-hyper-parameters.md."
+DO = 'See `paceline sweep run --help`, or "Sweep hyper-parameters" in the documentation.'
 
 
 class _Range(Record):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from paceline.client import AWAY_S, Client, retry
+from paceline.client import AWAY_S, Client, retry, runtime_of
 from paceline.errors import Cancelled, Conflict, InvalidProfile, PacelineError
 from paceline.extras import require_extras
 from paceline.jobs.sweeps.search_space import Sweep
@@ -60,7 +60,7 @@ def run_sweep(
     can never run.
     """
     require_extras("sweeps")
-    sweep.check(client.runtime().profile)
+    sweep.check(runtime_of(client).profile)
     with opened(storage, sweep.name, sweep.identity) as study, held(study, sleep) as renew:
         if run_id and not study.user_attrs.get("run_id"):
             study.set_user_attr("run_id", run_id)

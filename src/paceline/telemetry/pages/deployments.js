@@ -5,18 +5,21 @@ import {natural, rackOf, workersTable} from "./workers.js";
 import {drawTopology} from "./topology.js";
 
 const SHOWN = 12, MAP_ROWS = 120, NEEDY = 25; // beyond MAP_ROWS workers: one picture, and NEEDY with problems
-let chosen = null, shape = "chunks";
+let chosen = null, asked = null, shape = "chunks"; // asked: by the address, perhaps before it is known
+
+export function choose(id) { asked = id; }
 
 export function drawDeployments() {
   const known = [...fleet.deployments.values()].sort((a, b) => a.started_at - b.started_at);
   const running = known.filter(d => !FINAL.has(d.status));
+  if (fleet.deployments.has(asked)) { chosen = asked; asked = null; }
   if (!fleet.deployments.has(chosen)) chosen = (running.at(-1) || known.at(-1))?.deployment_id ?? null;
   const wanted = filter("deployment-filter", drawDeployments);
   const found = known.filter(d => wanted([d.status, d.activation, FINAL.has(d.status) ? "" : "running"], d.model_id, d.version, d.deployment_id)).reverse();
-  const rows = found.slice(0, SHOWN).map(entry);
+  const rows = found.filter((d, at) => at < SHOWN || d.deployment_id === chosen).map(entry);
   if (!known.length) rows.push(el("p", "quiet", "None yet. `paceline distribute` makes one."));
   else if (!found.length) rows.push(el("p", "quiet", "None matches the filter."));
-  fill($("deployments"), ...rows, more(SHOWN, found.length));
+  fill($("deployments"), ...rows, more(rows.length, found.length));
   drawMap(fleet.deployments.get(chosen));
 }
 function entry(d) {
@@ -24,7 +27,11 @@ function entry(d) {
   row.type = "button";
   row.dataset.key = d.deployment_id;
   row.setAttribute("aria-pressed", String(is));
-  row.onclick = () => { chosen = d.deployment_id; drawDeployments(); };
+  row.onclick = () => {
+    chosen = d.deployment_id;
+    history.replaceState(null, "", "#" + new URLSearchParams({deployment: chosen})); // to copy it from
+    drawDeployments();
+  };
   const name = el("span", "name", d.model_id + " " + d.version), marks = el("span");
   name.title = d.deployment_id;
   const told = [bytes(d.total_bytes), d.workers_complete + " of " + d.workers + " workers", d.topology];

@@ -1,7 +1,7 @@
 // The fleet page: login, the coordinator's stream, and which view is shown. The items of the stream are
 // described in docs/schemas/event-stream.json; `paceline watch` reads the same ones.
 import {$, FINAL, api, bytes, el, fill, fleet, link, rate, session} from "./common.js";
-import {drawDeployments} from "./deployments.js";
+import {choose, drawDeployments} from "./deployments.js";
 import {drawEvents, keep} from "./events.js";
 import {pollJob, pollJobs} from "./jobs.js";
 import {drawWorker, drawWorkers, pollWorker, rated} from "./workers.js";
@@ -127,6 +127,7 @@ function show() {
   const one = ["worker", "job"].find(name => asked.get(name));
   view = one || (Object.hasOwn(VIEWS, asked.get("view")) ? asked.get("view") : "overview");
   subject = one ? asked.get(one) : "";
+  if (asked.get("deployment")) choose(asked.get("deployment"));
   for (const each of document.querySelectorAll("[data-view]")) each.hidden = each.dataset.view !== view;
   for (const each of document.querySelectorAll("nav a")) {
     const leads = each.hash === "#view=" + view || one && each.hash === "#view=" + one + "s";
@@ -143,6 +144,8 @@ function drawLeader() {
   if (!who) return;
   const bound = ["team", "project"].map(each => who["token_" + each] && each + " " + who["token_" + each]);
   $("who").textContent = who.token_name + " (" + [...who.token_scopes, ...bound].filter(Boolean).join(", ") + ") · Paceline " + who.version;
+  fill($("pages"), ...Object.entries({prefect: "Prefect", mlflow: "MLflow"}).filter(([name]) => who.pages[name])
+    .flatMap(([name, shown]) => [link(who.pages[name], shown), " "]));
 }
 function drawTiles() {
   const flying = [...fleet.deployments.values()].filter(d => !FINAL.has(d.status));

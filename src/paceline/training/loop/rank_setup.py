@@ -417,11 +417,14 @@ def result_of(
 ) -> dict[str, Any]:
     """Return the data of rank 0's "result" event, except the export's URL and digest."""
     steps = progress.step - resumed_from
+    shards = its.snapshot.of_split("train")
     return {
         "steps": progress.step,
         "resumed_from_step": resumed_from,
         "tokens_per_step": progress.tokens / steps if steps > 0 else None,
-        "epoch_tokens": sum(each.tokens for each in its.snapshot.of_split("train")) or None,
+        "epoch_tokens": sum(each.tokens for each in shards) or None,
+        "epoch_bytes": sum(each.text_bytes for each in shards) or None,
+        "epoch_documents": sum(each.documents for each in shards),
         "first_loss": progress.first_loss,
         "final_loss": progress.loss,
         "held_out": progress.held_out,

@@ -1,0 +1,112 @@
+"""What can be checked of a directory in transformers' layout without torch: config, tokenizer, and
+the headers of its weights. ``Pretrained`` checks all of it, by building the model."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import CorruptData, InvalidInput
+from paceline.models.config import require_tokenizer
+from paceline.models.files import (
+    INDEX_FILE,
+    TOKENIZER_FILE,
+    file_sha256,
+    read_index,
+    read_pretrained_config,
+    weight_files,
+)
+
+TRAINED = ("F32", "BF16", "F16")
+EMBEDDINGS = ("model.embed_tokens.weight", "gpt_neox.embed_in.weight")
+LAYER = re.compile(r"\blayers\.(\d{1,6})\.")
+MAX_HEADER_BYTES = 100_000_000  # that safetensors reads
+
+
+@dataclass(frozen=True)
+class _Described:
+    vocab_size: int
+    tokenizer_digest: str
+
+
+def require_described(
+    directory: Path, context: int, tokenizer_digest: str, vocabulary: int
+) -> None:
+    """Raise InvalidInput or CorruptData where what describes the model in ``directory`` shows that
+    rows of ``context`` tokens of this tokenizer cannot train it."""
+    raw = read_pretrained_config(directory)
+    sizes = {
+        key: raw[key] for key in ("vocab_size", "hidden_size") if isinstance(raw.get(key), int)
+    }
+    path = directory / TOKENIZER_FILE
+    own = file_sha256(path) if path.is_file() else ""
+    rows = int(sizes.get("vocab_size", vocabulary))
+    require_tokenizer(_Described(rows, own), tokenizer_digest, vocabulary)
+    longest = raw.get("max_position_embeddings")
+    if isinstance(longest, int) and context > longest:
+        raise InvalidInput(
+            "rows are longer than the model's context",
+            got=f"{context} tokens",
+            wanted=f"at most {longest} (max_position_embeddings)",
+            where=directory,
+            do="Set model.context: --set model.context=…",
+        )
+    _require_shapes(directory, raw, _tensors(directory), list(sizes.values()))
+
+
+def _require_shapes(
+    directory: Path, raw: dict[str, Any], found: dict[str, dict[str, Any]], wanted: list[int]
+) -> None:
+    def require(passed: bool, got: str, wanted: str) -> None:
+        if not passed:
+            raise InvalidInput(
+                "weights do not fit the config", got=got, wanted=wanted, where=directory
+            )
+
+    dtypes = sorted({str(each.get("dtype")) for each in found.values()})
+    require(len(dtypes) == 1 and dtypes[0] in TRAINED, ", ".join(dtypes), f"one of {TRAINED}")
+    for name in EMBEDDINGS:
+        shape = found.get(name, {}).get("shape")
+        require(shape is None or len(wanted) < 2 or shape == wanted, f"{name} {shape}", str(wanted))
+    layers = {int(each[1]) for name in found if (each := LAYER.search(name))}
+    count = raw.get("num_hidden_layers")
+    require(
+        not isinstance(count, int) or layers == set(range(count)),
+        f"{len(layers)} layers",
+        f"{count} (num_hidden_layers)",
+    )
+
+
+def _tensors(directory: Path) -> dict[str, dict[str, Any]]:
+    """Return dtype and shape of each tensor, by its name in the files."""
+    files = {each.name: each for each in weight_files(directory)}
+    named = read_index(directory) if (directory / INDEX_FILE).is_file() else None
+    found: dict[str, dict[str, Any]] = {}
+    for file in sorted(set(files if named is None else named.values())):
+        if file not in files:
+            raise InvalidInput("weights file is missing", got=f"no {file}", where=directory)
+        found |= _header(files[file])
+    if named is not None and (odd := sorted(named.keys() ^ found.keys())):
+        raise InvalidInput(
+            "weights index does not match its files", got=odd[0], where=directory / INDEX_FILE
+        )
+    return found
+
+
+def _header(path: Path) -> dict[str, dict[str, Any]]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(min(length, MAX_HEADER_BYTES))
+    try:
+        found: dict[str, dict[str, Any]] = json.loads(header)
+        found.pop("__metadata__", None)
+        end = max((int(each["data_offsets"][1]) for each in found.values()), default=0)
+        if 8 + length + end != path.stat().st_size:
+            raise ValueError(f"{path.stat().st_size} bytes, not {8 + length + end}")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        said = f"{type(error).__name__}: {error}"[:200]
+        raise CorruptData("weights file cannot be read", got=said, where=path) from error
+    return found

@@ -1,0 +1,111 @@
+"""What a model's policy asks of an export, before a node is busy: settings that follow from it, and
+those that contradict it.
+
+By the base's config and the headers of its weights alone. What only an evaluation knows (figures,
+latency, memory) is left to the gate.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from paceline.config import Policy, TrainingSettings
+from paceline.errors import InvalidInput
+from paceline.models import CONFIG_FILE
+from paceline.storage import ObjectStore
+from paceline.training.base_check import MAX_FILE_BYTES, header_of
+
+FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+PROGRAM, DTYPE = "training.export_program", "training.export_dtype"
+
+
+@dataclass(frozen=True)
+class BaseFacts:
+    """What a published base says of what is trained from it."""
+
+    dtype: str  # "" where its files do not say one
+    parameters: int
+    context: int | None
+
+
+def base_facts(url: str, store: ObjectStore) -> BaseFacts | None:
+    """Return the facts of the model at ``url``; None where none is published, or where its files
+    cannot be read, which ``check_base`` names."""
+    found = {each.url.removeprefix(f"{url}/"): each for each in store.list(url)}
+    tensors: dict[str, Any] = {}
+    try:
+        config = json.loads(store.get_bytes(found[CONFIG_FILE].url, MAX_FILE_BYTES))
+        for name, info in found.items():
+            if name.endswith(".safetensors") and "/" not in name:
+                tensors |= json.loads(header_of(info, store)[8:])
+        tensors.pop("__metadata__", None)
+        kinds = {FLOATS[each["dtype"]] for each in tensors.values() if each["dtype"] in FLOATS}
+        parameters = sum(prod(each["shape"]) for each in tensors.values())
+        context = config.get("max_position_embeddings")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return BaseFacts(kinds.pop() if len(kinds) == 1 else "", parameters, context)
+
+
+def settings_for(
+    training: TrainingSettings,
+    policy: Policy,
+    given: Collection[str],
+    base: BaseFacts | None,
+    *,
+    promotes: bool,
+) -> TrainingSettings:
+    """Return ``training`` with the export that ``policy`` asks for, where it names none; ``given``
+    are the keys that the training's submitter named. ``base``: None where that is not known.
+
+    Raises InvalidInput where the gate would refuse whatever this training exports; by the default
+    of ``max_model_bytes`` only where the training ``promotes`` it.
+    """
+    changes: dict[str, object] = {}
+    if "torch.export" in policy.formats and not training.export_program:
+        if training.code_ref or PROGRAM in given:
+            got = "training.code_ref" if training.code_ref else f"{PROGRAM} = false"
+            raise _refused(got, "torch.export", "formats")
+        changes["export_program"] = True
+    if training.code_ref:
+        base = None  # a module of its own
+    is_base = training.export_dtype == "base"
+    asked = training.export_dtype if not is_base else base.dtype if base else ""
+    parameters = base.parameters if base else 0
+    bounded = promotes or policy.max_model_bytes != Policy().max_model_bytes
+    most = policy.max_model_bytes if bounded else None
+
+    def is_small(dtype: str) -> bool:
+        return most is None or parameters * BYTES[dtype] <= most
+
+    if asked and not (asked in policy.dtypes and is_small(asked)):
+        others = [each for each in policy.dtypes if each in BYTES and is_small(each)]
+        if not (is_base and DTYPE not in given and others):
+            if asked in policy.dtypes or not any(map(is_small, policy.dtypes)):
+                got = f"{parameters:,} parameters in {asked}"
+                raise _refused(got, f"at most {most} bytes", "max_model_bytes")
+            raise _refused(f"weights in {asked}", " or ".join(policy.dtypes), "dtypes")
+        changes["export_dtype"] = others[0]
+    if policy.max_parameters is not None and parameters > policy.max_parameters:
+        raise _refused(
+            f"{parameters:,} parameters", f"at most {policy.max_parameters}", "max_parameters"
+        )
+    context = base.context if base else None
+    if policy.min_context is not None and context is not None and context < policy.min_context:
+        raise _refused(f"a context of {context}", f"at least {policy.min_context}", "min_context")
+    return training.model_copy(update=changes)
+
+
+def _refused(got: str, wanted: str, key: str) -> InvalidInput:
+    return InvalidInput(
+        "the model's policy would refuse what this training exports",
+        got=got,
+        wanted=wanted,
+        where=f"gate.{key}",
+        do="Change the training's settings or its base; the policy is the installation's.",
+    )

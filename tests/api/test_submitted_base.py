@@ -1,0 +1,80 @@
+"""A job whose base it cannot train is refused where it is submitted, in one line, without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.manifest import publish_model
+from paceline.training import base_check
+from tests.api.conftest import call
+from tests.api.test_data_purposes import JOBS, at
+from tests.support.hugging_face import write_model, write_tokenizer
+
+__all__ = ["at"]  # a fixture
+WEIGHTS = "model.safetensors"
+INDEX = '{"weight_map": {"a": "b.safetensors"}}'
+EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
+
+
+def config(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(directory / WEIGHTS)
+    change(tensors)
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+
+
+SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
+    "sound": (lambda _: None, "would never get its nodes"),  # the next refusal
+    "NaN": (lambda d: weights(d, lambda t: t[NORM].fill_(torch.nan)), f"infinity in {NORM}"),
+    "infinity": (lambda d: weights(d, lambda t: t[NORM].fill_(-torch.inf)), f"infinity in {NORM}"),
+    "tokenizer": (lambda d: write_tokenizer(d, ["a b c"]), "different tokenizers"),
+    "context": (lambda d: config(d, max_position_embeddings=16), "at most 16"),
+    "family": (lambda d: config(d, model_type="bert"), "model_type 'bert'"),
+    "code": (lambda d: config(d, auto_map={"AutoModel": "x.y"}), "trust_remote_code"),
+    "rows": (lambda d: config(d, vocab_size=300), f"{EMBEDDING} [257, 32]"),
+    "layers": (lambda d: config(d, num_hidden_layers=3), "2 layers"),
+    "dtypes": (lambda d: weights(d, lambda t: t.update({NORM: t[NORM].half()})), "F16, F32"),
+    "index": (lambda d: (d / f"{WEIGHTS}.index.json").write_text(INDEX), "no b.safetensors"),
+    "pickled": (lambda d: (d / "pytorch_model.bin").write_bytes(b"x"), "pytorch_model.bin"),
+    "not JSON": (lambda d: (d / "config.json").write_text("{"), "not JSON"),
+    "cut short": (lambda d: (d / WEIGHTS).write_bytes(b"\x10\0\0"), WEIGHTS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(SPOILT))
+def test_a_base_that_the_job_cannot_train_is_refused_at_submission(
+    at: Any, s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    spoil, words = SPOILT[name]
+    monkeypatch.setattr(
+        base_check, "check_in_process", lambda *_, **__: pytest.fail("a process with torch")
+    )
+    made = write_model("llama", tmp_path / "model", vocab_size=257)
+    spoil(made)
+    version = f"v{list(SPOILT).index(name)}"
+    publish_model(
+        made, f"s3://paceline/models/llama/{version}", model_id="llama", version=version,
+        store=s3.store(), link_mbit=100, allow_older=True,
+    )  # fmt: skip
+    body = {
+        "model_id": "llama", "version": version, "dataSnapshot": at.snapshot.url,
+        "parameters": {"model.context": 32},
+    }  # fmt: skip
+    answer = call(at, "POST", JOBS, at.nlp, json=body)
+    assert answer.status_code == 422, answer.text
+    found = answer.json()
+    said = " ".join(str(found.get(key)) for key in ("detail", "got", "wanted", "where"))
+    assert words in said
+    assert "\n" not in said
+    assert "/tmp" not in answer.text, "the version is named, and no copy of it"

@@ -1,0 +1,84 @@
+"""A publish finds NaN and infinity in the bytes that it reads, and records it beside the version"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from paceline.errors import InvalidInput
+from paceline.manifest import finite, publish_model, require_finite_weights
+from paceline.manifest.finite import FiniteScan, scan_of
+from tests.support.rclone import RcloneS3
+
+BUCKET = "finite"
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "f64": torch.float64}
+
+
+def scanned(path: Path, seed: int = 0) -> str:
+    """What a scan finds that gets the file in blocks of random sizes, also of a byte."""
+    scan, data, random_ = FiniteScan(), memoryview(path.read_bytes()), random.Random(seed)
+    while data:
+        size = random_.choice([1, 3, 7, 64, 5000])
+        scan.update(data[:size])
+        data = data[size:]
+    return scan.found
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf, -torch.inf, None])
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_a_value_that_is_not_finite_is_found_wherever_a_block_ends(
+    dtype: str, value: float | None, tmp_path: Path
+) -> None:
+    largest = torch.finfo(DTYPES[dtype]).max
+    tensors = {name: torch.full((40, 40), largest, dtype=DTYPES[dtype]) for name in ("a", "b", "c")}
+    tensors |= {"ids": torch.full((9,), -1), "empty": torch.empty(0)}  # all bits of int64 are 1
+    if value is not None:
+        tensors["b"][17, 31] = value
+        tensors["c"][0, 0] = value
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    for seed in range(5):
+        assert scanned(path, seed) == ("" if value is None else "b")
+
+
+@pytest.mark.parametrize("data", [b"", b"x" * 100, b"\x05" + bytes(7) + b"{}{}{" + b"\xff" * 99])
+def test_a_file_that_is_not_safetensors_has_nothing_to_be_found(data: bytes) -> None:
+    scan = FiniteScan()
+    scan.update(memoryview(data))
+    assert not scan.found
+    assert scan_of("config.json") is None
+
+
+def test_a_publish_names_the_tensor_for_whoever_trains_the_version(
+    s3: RcloneS3, tmp_path: Path
+) -> None:
+    store = s3.store()
+    store.ensure_bucket(BUCKET)
+    tensors = {"sound": torch.ones(5), "odd": torch.tensor([1.0, torch.nan])}
+
+    def publish(version: str) -> str:
+        save_file(tensors, tmp_path / "model.safetensors")
+        url = f"s3://{BUCKET}/models/m/{version}"
+        publish_model(
+            tmp_path, url, model_id="m", version=version, store=store, link_mbit=100,
+            piece_bytes=65_536,
+        )  # fmt: skip
+        return url
+
+    bad = publish("1")
+    with pytest.raises(InvalidInput, match=r"NaN or infinity in odd in model\.safetensors.*m/1"):
+        require_finite_weights(bad, store)
+    fact = store.get_bytes(f"{bad}/manifest.json.not-finite")
+    tensors["odd"][1] = 2.0
+    sound = publish("2")
+    require_finite_weights(sound, store)
+    assert not store.exists(f"{sound}/manifest.json.not-finite"), "no object where all is well"
+    store.put_bytes(f"{sound}/manifest.json.not-finite", fact)  # of another publisher, that lost
+    require_finite_weights(sound, store)
+    with mock.patch.dict("sys.modules", {"numpy": None}):
+        assert finite.scan_of("model.safetensors") is None

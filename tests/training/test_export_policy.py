@@ -1,0 +1,147 @@
+"""What the policy asks of an export is set, or refused, before a node is busy."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.config import GateSettings, Policy, Profile, TrainingSettings
+from paceline.errors import InvalidInput
+from paceline.flows import lifecycle, train
+from paceline.models import config_for, new_model, save_model
+from paceline.storage import DiskStore
+from paceline.tasks._support.run import Run
+from paceline.tasks.train import exporting
+from paceline.training import base_facts
+from paceline.training.export_policy import BaseFacts, settings_for
+from tests.support.hugging_face import write_model
+
+BASE = BaseFacts("float32", 1_000_000_000, 64)
+PROGRAM = ("safetensors", "torch.export")
+
+
+def settled(
+    policy: dict[str, Any], *, given: tuple[str, ...] = (), promotes: bool = False, **training: Any
+) -> tuple[str, bool]:
+    own = TrainingSettings(**training)
+    found = settings_for(own, Policy(**policy), given, BASE, promotes=promotes)
+    return found.export_dtype, found.export_program
+
+
+def test_what_is_unset_follows_from_the_policy() -> None:
+    assert settled({}) == ("base", False)
+    assert settled({"formats": PROGRAM}) == ("base", True)
+    assert settled({"dtypes": ("bfloat16", "float16")}) == ("bfloat16", False)
+    assert settled({"dtypes": ("float32", "float16")}) == ("base", False)
+    assert settled({"max_model_bytes": 2_500_000_000}) == ("bfloat16", False)
+    assert settled({"dtypes": ("bfloat16",)}, export_dtype="bfloat16") == ("bfloat16", False)
+    assert settled({}, promotes=True) == ("bfloat16", False), "in float32 it has 4 GB of 2 allowed"
+
+
+@pytest.mark.parametrize(
+    ("policy", "training", "words"),
+    [
+        ({"formats": PROGRAM}, {"given": ("training.export_program",)}, ("false", "gate.formats")),
+        ({"formats": PROGRAM}, {"code_ref": "m:f"}, ("code_ref", "gate.formats")),
+        (
+            {"dtypes": ("bfloat16",)},
+            {"export_dtype": "float32"},
+            ("weights in float32", "wanted bfloat16", "gate.dtypes"),
+        ),
+        ({"dtypes": ("bfloat16",)}, {"given": ("training.export_dtype",)}, ("gate.dtypes",)),
+        ({"dtypes": ("int8",)}, {}, ("weights in float32", "int8", "gate.dtypes")),
+        ({"max_model_bytes": 1_500_000_000}, {}, ("at most 1500000000 bytes", "max_model_bytes")),
+        (
+            {"max_model_bytes": 2_500_000_000},
+            {"export_dtype": "float32"},
+            ("1,000,000,000 parameters in float32", "max_model_bytes"),
+        ),
+        ({"max_parameters": 999}, {}, ("1,000,000,000", "at most 999", "gate.max_parameters")),
+        ({"min_context": 65}, {}, ("a context of 64", "at least 65", "gate.min_context")),
+    ],
+)
+def test_contradictions_are_one_line(
+    policy: dict[str, Any], training: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        settled(policy, **training)
+    line = caught.value.one_line()
+    assert "\n" not in line
+    for each in words:
+        assert each in line
+
+
+def test_what_need_not_be_promoted_is_not_held_to_the_default_size() -> None:
+    big = BaseFacts("bfloat16", 7_000_000_000, 64)
+    training = TrainingSettings()
+    assert settings_for(training, Policy(), (), big, promotes=False) == training
+    with pytest.raises(InvalidInput, match="max_model_bytes"):
+        settings_for(training, Policy(), (), big, promotes=True)
+
+
+def test_the_facts_are_in_the_bases_headers(tmp_path: Path) -> None:
+    import torch
+
+    store = DiskStore()
+    theirs = write_model("llama", tmp_path / "theirs", vocab_size=257)
+    facts = base_facts(theirs.as_uri(), store)
+    assert facts is not None
+    assert (facts.dtype, facts.context) == ("float32", 64)
+    config = config_for(20_000, 32)
+    model = new_model(config, 1)
+    save_model(model, config, tmp_path / "ours")
+    count = sum(each.numel() for each in model.parameters())
+    assert base_facts((tmp_path / "ours").as_uri(), store) == BaseFacts("float32", count, 32)
+    save_model(model.to(torch.bfloat16), config, tmp_path / "half")
+    half = base_facts((tmp_path / "half").as_uri(), store)
+    assert half is not None
+    (tmp_path / "half" / "config.json").write_text("[]")
+    assert base_facts((tmp_path / "half").as_uri(), store) is None
+    assert base_facts((tmp_path / "none").as_uri(), store) is None
+
+
+@pytest.mark.parametrize("flow", [train, lifecycle], ids=["train", "lifecycle"])
+def test_a_contradiction_is_found_before_nodes_are_busy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flow: Any
+) -> None:
+    config = config_for(20_000, 32)
+    save_model(new_model(config, 1), config, tmp_path / "models" / "m" / "v1")
+    profile = Profile(gate=GateSettings(models={"m": Policy(min_context=64)}))
+    runtime = SimpleNamespace(profile=profile, models_url=(tmp_path / "models").as_uri())
+    run = SimpleNamespace(
+        state_dir="", run_id="run-20261120-153600-9f3a1c", runtime=runtime, store=DiskStore()
+    )
+    link = SimpleNamespace(user=("default", ""), sweep=None, hosts=["a"])
+    inputs = SimpleNamespace(model_id="m", version="v1", snapshot_url="u")
+    passed = {
+        "recorded": lambda *_: nullcontext(),
+        "linked": lambda *_: nullcontext(link),
+        "prepare_inputs": lambda *_, **__: inputs,
+    }
+    ignored = ("permitted_snapshot", "require_own_expectations", "published_tasks")
+    monkeypatch.setattr(Run, "open", lambda *_: run)
+    for name in (*passed, *ignored):
+        if hasattr(flow, name):
+            monkeypatch.setattr(flow, name, passed.get(name, lambda *_: None))
+    monkeypatch.setattr(flow, "distribute_model", lambda *_, **__: pytest.fail("a node is busy"))
+    monkeypatch.setattr(flow, "require_judgeable", lambda *_: pytest.fail("it is found before"))
+    with pytest.raises(InvalidInput, match=r"a context of 32.*gate\.min_context"):
+        if flow is train:
+            train.train_model.fn("m", "v1", "u")
+        else:
+            lifecycle.run_lifecycle.fn()
+
+
+def test_the_model_says_whose_policy_it_is(tmp_path: Path) -> None:
+    config = config_for(20_000, 32)
+    save_model(new_model(config, 1), config, tmp_path / "models" / "m" / "v1")
+    profile = Profile(gate=GateSettings(models={"m": Policy(formats=PROGRAM, dtypes=("float16",))}))
+    runtime = SimpleNamespace(profile=profile, models_url=(tmp_path / "models").as_uri())
+    run: Any = SimpleNamespace(runtime=runtime, store=DiskStore())
+    asked = exporting(run, profile, (), "m", "v1").training
+    assert (asked.export_dtype, asked.export_program) == ("float16", True)
+    assert exporting(run, profile, (), "other", "v1").training == profile.training
