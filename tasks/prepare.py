@@ -29,7 +29,7 @@ from paceline.data import (
 from paceline.errors import DataRejected, InvalidInput
 from paceline.jobs import require_permitted
 from paceline.models import TOKENIZER_FILE
-from paceline.schemas import StageRecord, TrainingData, canonical_json, digest_of
+from paceline.schemas import StageRecord, canonical_json, digest_of
 from paceline.storage import ObjectStore
 from paceline.tasks._support import artifacts, sealed
 from paceline.tasks._support.lineage import log_page
@@ -286,17 +286,13 @@ def publish_base_model(run: Run, snapshot: dict[str, Any]) -> StageResult:
             write_new_model(profile, data, Path(made))
             return publish_base(run, Path(made), model_id)
 
-    result = run.stage(
+    return run.stage(
         "base",
         inputs,
         work,
         still_true=lambda o: is_published(run, o),
         describe=lambda o: f"{o['model_id']} v{o['version']}, {o['parameters']:,} parameters",
     )
-    weights = sealed.weights_of(run.manifest(str(result.output["url"])))
-    data = TrainingData(snapshot_url=snapshot["url"], snapshot_digest=snapshot["digest"])
-    sealed.keep_descent(run, sealed.Descent(weights_digest=weights, data=data))
-    return result
 
 
 def reading_for(run: Run, base: dict[str, Any]) -> dict[str, str] | None:
