@@ -14,6 +14,7 @@ import pytest
 from paceline.config import Runtime
 from paceline.storage import ObjectStore
 from tests.project.test_python_page import PROGRAMS
+from tests.support.command import require_schema
 from tests.support.stack import PACELINE, Ended, await_registered, environment
 
 pytestmark = [
@@ -137,6 +138,11 @@ def test_a_model_is_published_and_distributed_from_there(laptop: Laptop, stack: 
         "distribute", "mine", "1", "--to", "rack=rack-1", "--json", "--state", str(stack.state_dir)
     )
     assert sorted(json.loads(rack.stdout)["targets"]) == ["node-2", "node-3"], rack.stderr
+    assert json.loads(rack.stdout).keys() == brought.keys(), "one record for both"
+    require_schema("distribute", rack.stdout)
+    checked = laptop("verify", "mine", "1", "--state", str(stack.state_dir))
+    assert "made:     " in checked.stdout, checked.stderr
+    assert "/runs/flow-run/" in checked.stdout, "the run's own page"
     for there in ((), ("--state", str(stack.state_dir))):  # as a deployment, and as a flow
         other = laptop("distribute", "mine", "1", "--digest", "0" * 64, *there)
         assert (other.returncode, "another model" in other.stderr) == (1, True), other.stderr
