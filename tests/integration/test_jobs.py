@@ -5,6 +5,7 @@ Through `paceline jobs` and Prefect's API alone; the ranks, Prefect, its worker 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -79,6 +80,12 @@ class Lab:
 
         wait_until(there, timeout_s, f"{job_id} becomes {', '.join(states)}")
         return self.job(job_id)
+
+    def audited(self, job_id: str) -> list[object]:
+        """Return the states that the job went through, as the audit history has them."""
+        rows = AccessClient.of(self.stack).audit(names=("job.state_changed",), limit=1000)
+        states = [each.data["state"] for each in rows if each.data["job_id"] == job_id]
+        return [state for state, _ in itertools.groupby(states)]
 
     def step(self, job_id: str) -> int:
         report = self.job(job_id).report
@@ -158,17 +165,19 @@ def test_a_key_finds_its_job_and_a_team_sees_to_its_own(lab: Lab) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1200)  # with the installation's start, on a busy machine
 def test_jobs_are_preempted_killed_paused_and_lose_no_step(lab: Lab) -> None:
-    low = lab.submit("--ranks", "4", "--name", "low", steps=600)
+    low = lab.submit("--ranks", "4", "--name", "low", steps=300)
     lab.becomes(low, JobState.RUNNING)
     wait_until(lambda: lab.job(low).report.checkpoints, 60, "a checkpoint")
     high = lab.submit("--ranks", "4", "--priority", "10", steps=FOREVER + 1)
     job = lab.becomes(low, JobState.PREEMPTED)
     assert high in next(each.reason for each in job.history if each.state == "pausing")
-    saved = lab.step(low)
-    assert saved > 0
+    saved = job.report.checkpoints[-1].step
+    assert saved == lab.step(low) > 0, "every step that was made"
 
-    lab.becomes(high, JobState.RUNNING)
+    every = lab.stack.profile.training.checkpoints.every_steps
+    wait_until(lambda: lab.step(high) > every, 240, "it has more to lose than an interval")
     flow_run = lab.job(high).flow_run_id
     engines = [each for each in processes_of(lab.stack.state_dir) if _runs(each, flow_run)]
     assert engines
@@ -179,11 +188,15 @@ def test_jobs_are_preempted_killed_paused_and_lose_no_step(lab: Lab) -> None:
     assert lab.job(high).flow_run_id != flow_run
 
     assert lab.jobs("pause", high).code == 0
-    lab.becomes(high, JobState.PAUSED)
+    paused = lab.becomes(high, JobState.PAUSED)
+    killed, last = paused.usage
+    reached = killed.began_step + killed.steps
+    assert every < reached <= last.began_step + every, "at most an interval is lost"
+    assert paused.report.checkpoints[-1].step == paused.report.step >= last.began_step
     done = lab.becomes(low, JobState.SUCCEEDED)
-    assert (done.preemptions, done.report.step) == (1, 600)
-    resumed = [n for n in done.report.notes if "resumed at step" in n]
-    assert resumed, "it went on from its checkpoint"
+    assert (done.preemptions, done.report.step) == (1, 300)
+    assert any(f"training resumed at step {saved} " in each for each in done.report.notes)
+    assert [(e.began_step, e.steps) for e in done.usage] == [(0, saved), (saved, 300 - saved)]
     assert lab.jobs("cancel", high).code == 0
     costs = [e for e in lab.client.training_costs().usages if e.queued_job_id == low]
     assert [each.state for each in costs] == ["succeeded", "preempted"]
@@ -192,8 +205,21 @@ def test_jobs_are_preempted_killed_paused_and_lose_no_step(lab: Lab) -> None:
     shown = lab.jobs("show", low)
     for each in ("preempted", "succeeded", "checkpoint", "rank 0", "prefect", "job-"):
         assert each in shown.out, shown.out
+    registry, page = Registry.from_runtime(lab.stack), lab.client.job(low).pages["data"]
+    run, _, path = page.rpartition("/runs/")[2].partition("/artifacts/")
+    kept = registry.call("list_artifacts", run)
+    assert path == "data-validation.html" in [each.path for each in kept]
     listed = json.loads(lab.jobs("list", "--json").out)
     assert {low, high} <= {each["job_id"] for each in listed["jobs"]}
+    lab.becomes(high, JobState.CANCELLED)
+    started = "admitted starting running"
+    preempted = f"queued {started} pausing preempted {started} succeeded"
+    assert lab.audited(low) == preempted.split()
+    assert (
+        lab.audited(high)
+        == f"queued {started} recovering {started} pausing paused cancelled".split()
+    )
+    assert [each.state for each in done.history] == lab.audited(low)
 
 
 @pytest.mark.nightly
