@@ -153,7 +153,8 @@ def test_a_sweep_that_a_command_runs_here_is_a_run_in_mlflow_too(
 ) -> None:
     (tmp_path / "space.toml").write_text(SPACE)
     monkeypatch.setattr("paceline.cli.training.sweep.Client", lambda **_: installation)
-    monkeypatch.setattr(installation, "runtime", lambda: runtime)
+    for module in ("paceline.cli.training.sweep", "paceline.jobs.sweeps.sweep"):
+        monkeypatch.setattr(f"{module}.runtime_of", lambda _client: runtime)
     done = paceline("sweep", "here", "org/m", "1", "--snapshot", "s3://b/d", "--space",
                     "space.toml", "--trials", "1", "--json")  # fmt: skip
     found = SweepShown.model_validate_json(done.stdout)

@@ -118,7 +118,7 @@ def test_a_purpose_revoked_while_a_flow_waits_refuses_it_before_a_node_is_busy(
         for url in (camp.snapshot.url, other)
     }
     run = Run(served.runtime, RUN)
-    run.__dict__ |= {"coordinator": owner, "store": camp.store}
+    run.__dict__ |= {"coordinator": owner, "store": camp.store, "manifest": lambda *_: None}
     busy = []
     started = SimpleNamespace(submit=lambda *_: SimpleNamespace(result=lambda: ["node-0"]))
     distribute = SimpleNamespace(fetch_model_manifest=lambda *_: None, start_agents=started)
@@ -129,7 +129,8 @@ def test_a_purpose_revoked_while_a_flow_waits_refuses_it_before_a_node_is_busy(
         "train": lambda run, *_, **__: busy.append(run.job.admitted()),
     }
     for name in ("require_own_expectations", "profile_of", "require_judgeable", "require_base",
-                 "nest", "validate_data", "published_url"):  # fmt: skip
+                 "nest", "validate_data", "published_url", "exporting",
+                 "require_one_process"):  # fmt: skip
         passed[name] = lambda *_: None
     for name, given in passed.items():
         monkeypatch.setattr(train_flow, name, given)

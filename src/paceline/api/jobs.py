@@ -507,9 +507,9 @@ def _require_possible(job: TrainingJob, runtime: Runtime, coordinator: Coordinat
             wanted=f"at most {quota.max_priority}, jobs.quotas.{spec.team}.max_priority",
         )
     continued = spec.continue_from
+    _require_room(job, runtime, coordinator)
     if snapshot is not None and not continued:  # else settings are those of the earlier job
         _require_base(spec, runtime, snapshot)
-    _require_room(job, runtime, coordinator)
     if continued and not continued.startswith("job-"):
         raise InvalidInput("not a training's id", got=continued, wanted="job-…")
 

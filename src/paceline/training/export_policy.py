@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from paceline.config import Policy, TrainingSettings
-from paceline.errors import InvalidInput
+from paceline.errors import InvalidInput, SourceMissing
 from paceline.models import CONFIG_FILE
 from paceline.storage import ObjectStore
 from paceline.training.base_check import MAX_FILE_BYTES, header_of
@@ -36,7 +36,10 @@ class BaseFacts:
 def base_facts(url: str, store: ObjectStore) -> BaseFacts | None:
     """Return the facts of the model at ``url``; None where none is published, or where its files
     cannot be read, which ``check_base`` names."""
-    found = {each.url.removeprefix(f"{url}/"): each for each in store.list(url)}
+    try:
+        found = {each.url.removeprefix(f"{url}/"): each for each in store.list(url)}
+    except SourceMissing:  # no bucket yet
+        return None
     tensors: dict[str, Any] = {}
     try:
         config = json.loads(store.get_bytes(found[CONFIG_FILE].url, MAX_FILE_BYTES))
