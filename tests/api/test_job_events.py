@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from paceline.config import Endpoints
-from paceline.errors import ServiceUnavailable
+from paceline.errors import InvalidInput, ServiceUnavailable
 from paceline.schemas import JobState, SubmitJob, TrainingJob, new_run_id
 from paceline.telemetry import JobEvents, prefect_events
 from tests.api.conftest import app_client, call, make_runtime
@@ -43,6 +43,8 @@ class Prefect:
         self.calls += 1
         if self.calls <= self.away:
             raise ServiceUnavailable("Prefect's server does not answer")
+        if any(each["payload"]["name"] == "odd" for each in events):
+            raise InvalidInput("Prefect refuses what it was sent")
         self.taken += [each["payload"]["job_id"] for each in events]
 
 
@@ -129,3 +131,20 @@ def test_events_wait_while_prefect_is_away_and_are_counted_when_they_are_dropped
         assert eventually(lambda each=number: prefect.taken[-1:] == [job(each).job_id])
     events.stop()
     assert (len(prefect.taken), prefect.calls - prefect.away, events.dropped) == (2, 2, 5)
+
+
+def test_an_event_that_prefect_refuses_takes_no_other_with_it() -> None:
+    prefect = Prefect(away=0)
+    events = JobEvents(prefect)
+    for number in range(5):
+        made = job(number)
+        events.take(
+            made.model_copy(update={"spec": made.spec.model_copy(update={"name": "odd"})})
+            if number == 2
+            else made
+        )
+    events.start()
+    assert eventually(lambda: len(prefect.taken) == 4)
+    events.stop()
+    assert events.dropped == 1
+    assert prefect.taken == [job(each).job_id for each in (0, 1, 3, 4)]

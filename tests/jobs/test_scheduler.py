@@ -350,6 +350,21 @@ def test_while_prefect_is_away_no_flow_that_starts_is_lost(queue: Queue) -> None
     assert (queue.state(job_id), queue.job(job_id).losses) == (S.STARTING, 0)
 
 
+@pytest.mark.parametrize("then", ["RUNNING", "deleted"])
+def test_time_in_one_state_does_not_count_for_the_next(queue: Queue, then: str) -> None:
+    job_id = queue.submit(1)
+    queue.look()
+    flow = queue.flow_of(job_id)
+    queue.flows.runs[flow] = "PENDING"  # a Prefect worker pulls an image
+    queue.look(3, seconds=350)
+    if then == "deleted":
+        del queue.flows.runs[flow]
+    else:
+        queue.flows.runs[flow] = then
+    queue.look(2)
+    assert (queue.flow_of(job_id), queue.job(job_id).losses) == (flow, 0)
+
+
 @pytest.mark.parametrize("change_of", ["no leader", "the leader"])
 def test_prefect_does_not_show_a_dead_flow_as_cancelling_for_ever(
     queue: Queue, change_of: str

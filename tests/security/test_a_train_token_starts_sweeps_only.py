@@ -109,6 +109,9 @@ def test_a_deploy_token_of_a_team_trains_for_it_and_cancels_other_flows(
     assert start(rest, both, "lifecycle", team="vision").status_code == 403
     assert start(rest, both, "lifecycle").status_code == 201
     assert prefect.started[0]["parameters"]["team"] == "nlp"
+    for bound, other in (("team", "vision"), ("project", "ocr")):
+        others = token(rest, other, "train", "deploy", bound=bound)
+        assert rest.call("DELETE", f"/flows/{FLOW_RUN}", others).status_code == 403
     assert rest.call("DELETE", f"/flows/{FLOW_RUN}", both).status_code == 200
 
 

@@ -148,8 +148,8 @@ def make_flow_router(
         """Request the cancellation of a flow run."""
         found = prefect().view(flow_run_id)  # raises NotFound for one that is not Paceline's
         _require_scope(found.flow)
-        if found.flow == "sweep":
-            require_owner(found.team, found.project)
+        if "team" in FLOW_PARAMETERS.get(found.flow, ()):
+            require_owner(found.team or "default", found.project)
         prefect().cancel(flow_run_id)
         return Success()
 

@@ -381,6 +381,6 @@ def _refused(status: int, answer: bytes, where: str) -> PacelineError:
             where=where,
             do="Register the deployments: `python -m paceline.flows.register`.",
         )
-    if status in (409, 422) and where.endswith("/create_flow_run"):
-        return InvalidInput("Prefect refuses these parameters", got=got, where=where)
+    if status in (409, 422) and where.endswith(("/create_flow_run", "/events")):
+        return InvalidInput("Prefect refuses what it was sent", got=got, where=where)
     return ServiceUnavailable("Prefect cannot do it now", got=got, where=where)

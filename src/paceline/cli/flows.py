@@ -120,15 +120,16 @@ class FlowCall:
                 raise
         given = result.model_dump(mode="json")
         answer = flow_answer(flow_name(name), run.run_id, run.summary.notes, given)
-        remember(runtime, name, answer.model_dump(mode="json"))
+        pages = {} if self.as_json else _pages(runtime, run.run_id, given)
         show(
             answer,
             self.as_json,
             *(f"! {note}" for note in answer.notes),
             f"done: run {run.run_id}",
             *made_and_next(name, parameters, answer),
-            *(f"{page:<10}{url}" for page, url in _pages(runtime, run.run_id, given).items()),
+            *(f"{page:<10}{url}" for page, url in pages.items()),
         )
+        remember(runtime, name, answer.model_dump(mode="json"))
         return 0
 
 

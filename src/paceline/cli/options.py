@@ -33,7 +33,7 @@ from paceline.config import (
     load_profile,
     toml_value,
 )
-from paceline.errors import InvalidInput, NotReady
+from paceline.errors import InvalidInput, PacelineError
 from paceline.schemas import (
     QUEUED_JOB_ID,
     TRAINING_ID,
@@ -202,7 +202,7 @@ def remember(runtime: Runtime, flow: str, answer: Mapping[str, Any]) -> None:
     kept = {field: str(answer[field]) for field in fields if answer.get(field)}
     if not kept:
         return
-    with suppress(OSError, NotReady):
+    with suppress(OSError, TypeError, PacelineError):
         path, known = _lasts()
         place = _installation(runtime)
         held = known.pop(place, {}) | kept

@@ -103,8 +103,8 @@ class JobScheduler(RepeatedTask):
         self._began_s = wall()
         self._settings: dict[str, TrainingSettings] = {}  # of each open job
         self._due: dict[str, float] = {}  # job → when Prefect is called for it again
-        # flow run that has not reported → since when Prefect says that it starts, runs or is gone
-        self._silent: dict[str, float] = {}
+        # flow run that has not reported → its state in Prefect, which may be GONE, and since when
+        self._silent: dict[str, tuple[str, float]] = {}
         self._cancelling: dict[str, float] = {}  # lost flow run → since when Prefect shows that
         self._lost_s = -math.inf  # when lost flow runs were last looked at
 
@@ -197,7 +197,9 @@ class JobScheduler(RepeatedTask):
         if state in ("", "SCHEDULED"):  # Prefect is away, or no Prefect worker takes it
             self._silent.pop(flow_run_id, None)
             return ""
-        silent_s = now - self._silent.setdefault(flow_run_id, now)
+        if self._silent.get(flow_run_id, ("", 0.0))[0] != state:
+            self._silent[flow_run_id] = state, now
+        silent_s = now - self._silent[flow_run_id][1]
         if state == GONE:
             return "Prefect does not have its flow run any more" if silent_s > LOST_S else ""
         if silent_s <= (PENDING_LOST_S if state == "PENDING" else START_LOST_S):

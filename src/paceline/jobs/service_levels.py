@@ -107,7 +107,7 @@ class JobTotals:
         if cause:
             self._losses.labels(team, cause).inc()
             if cause != "preempted" and before.usage:
-                self._lost.labels(team).inc(lost_s(before) * before.usage[-1].slots)
+                self._lost.labels(team).inc(max(0.0, lost_s(before)) * before.usage[-1].slots)
         if after.state.is_final:
             self._ended.labels(team, after.state.value).inc()
 

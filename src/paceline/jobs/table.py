@@ -143,10 +143,11 @@ class JobTable:
         dropped = self._too_old() if job.state.is_final else []
         self._coordinator.save_job(job, dropped)
         before = self._jobs.get(job.job_id)
-        self.totals.change(None if before is None else self._with_report(before), job)
+        reported = None if before is None else self._with_report(before)
         for each in dropped:
             del self._jobs[each]
         self._jobs[job.job_id] = job
+        self.totals.change(reported, job)
         if job.state.is_final:
             self._reports.pop(job.job_id, None)
         if before is None or before.state is not job.state:

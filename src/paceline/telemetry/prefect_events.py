@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
 
-from paceline.errors import PacelineError
+from paceline.errors import InvalidInput, PacelineError
 from paceline.schemas import TrainingJob
 
 log = logging.getLogger(__name__)
@@ -70,6 +70,14 @@ class JobEvents:
             try:
                 self._send(batch)
                 break
+            except InvalidInput as error:
+                log.warning("Prefect refuses events: %s", error)
+                if len(batch) == 1:
+                    self._drop(1)
+                    break
+                for each in batch:  # the others reach it
+                    self._send_batch([each])
+                return
             except PacelineError as error:
                 log.warning("%d events wait for Prefect: %s", len(self._waiting), error)
                 if self._over.wait(self._retry_s):

@@ -347,7 +347,7 @@ def http_server(name: str, url: str, path: str, credentials: str, do: str) -> It
         yield failed(name, f"{url}{path}: HTTP {answer.status}", why)
 
 
-@guarded("services")
+@guarded("gate")
 def gate(runtime: Runtime) -> Iterator[Check]:
     """Whether an operator names the snapshots that decide on promotions."""
     settings = runtime.profile.gate
@@ -363,6 +363,7 @@ def gate(runtime: Runtime) -> Iterator[Check]:
         )
 
 
+@guarded("services")
 def flows_and_cluster(runtime: Runtime) -> Iterator[Check]:
     """Prefect with its deployments, MLflow, and Dask's scheduler, where they are named."""
     endpoints = runtime.endpoints
