@@ -28,7 +28,7 @@ from paceline.tasks._support.summary import summarise
 from paceline.tasks.evaluate import published_tasks, require_judgeable
 from paceline.tasks.promote import has_champion
 from paceline.tasks.publish import published_url
-from paceline.tasks.train import exporting, require_base
+from paceline.tasks.train import export_changes, exporting, require_base
 
 
 @declared("lifecycle", "lifecycle {model} {data}")
@@ -59,7 +59,8 @@ def run_lifecycle(
         inputs = prepare_inputs(data, model, **owner, **here)
         base_url = published_url(run, inputs.model_id, inputs.version)
         named = inputs.model_id, inputs.version
-        profile = exporting(run, profile, settings or {}, *named, promotes=True)
+        asked, profile = profile, exporting(run, profile, settings or {}, *named, promotes=True)
+        settings = (settings or {}) | export_changes(run, asked, profile)
         require_judgeable(run, profile, inputs.snapshot_url, base_url)
         require_one_process(run, run.manifest(base_url))
         require_base(run, profile, *named, inputs.snapshot_url)

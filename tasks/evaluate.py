@@ -61,6 +61,7 @@ COMPARED_BYTES_PER_S = 8e6  # of training text, at the least: 18 MB/s on one qui
 TASKS_BYTES = 100_000  # of tasks' files, for DEADLINE_S each: rows repeat, with choices and shots
 METRIC_BYTES = 1_000_000  # of text that a metric reads, likewise
 NEW_TOKENS = 32  # for each of its documents, likewise
+REPORTS = 2  # of what a report says; 2: intervals of slices, the longest row, rows of tasks
 READS = 2  # version of what models are given to read; 2: first the tokenizer's BOS
 MAX_GENERATIONS = 1000
 
@@ -351,8 +352,8 @@ def evaluate(
             "trained_on": [each.model_dump(mode="json") for each in trained_on],
             "settings": profile.evaluation.model_dump(mode="json", exclude={"ranks", "tp"}),
             "tasks": tasks_digest,
-            **({"rows_compared": True} if tasks_digest else {}),
             "reads": READS,
+            "reports": REPORTS,
             **_together(profile.evaluation, ranks),
         },
         work,

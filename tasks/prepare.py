@@ -26,7 +26,7 @@ from paceline.data import (
     validate_snapshot,
     validation_page,
 )
-from paceline.errors import DataRejected, InvalidInput
+from paceline.errors import DataRejected, InvalidInput, PacelineError
 from paceline.jobs import require_permitted
 from paceline.models import TOKENIZER_FILE
 from paceline.schemas import StageRecord, canonical_json, digest_of
@@ -107,9 +107,14 @@ def build_data_snapshot(
             digest_of([where.rstrip("/"), of.model_dump(mode="json", include=EXAM)])
             for where, of in ((source, settings), (own_data.source, own_data))
         )
+        built = load_snapshot(str(result.output["url"]), run.store)
+        # A template renders what is judged, and a tokenizer may leave samples out.
+        reads: tuple[str | None, ...] = ()
+        if built.is_masked or built.record.skipped:
+            reads = built.record.template_sha256, built.record.vocabulary.sha256
         # A copy of a source has the same snapshot: the first one counts, or the operator's own.
-        digest = str(result.output["digest"])
-        sealed.note(run, "exam", digest, asked, replaces=asked == own)
+        exam = digest_of([asked, *reads])
+        sealed.note(run, "exam", built.digest, exam, replaces=asked == own)
     if result.output["skipped"] and source != STDLIB:
         named = "; ".join(result.output.get("skipped_examples", ()))  # an older ledger has none
         run.warn(f"{result.output['skipped']} samples are left out of the snapshot: {named}")
@@ -144,7 +149,10 @@ def validate_data(run: Run, snapshot: dict[str, Any]) -> dict[str, Any]:
             require_valid(report)
             drift = _compare(run, loaded, report.columns)
         except DataRejected as error:
-            _show(run, _keep(run, inputs, loaded, report, drift, error.one_line())[1])
+            try:
+                _show(run, _keep(run, inputs, loaded, report, drift, error.one_line())[1])
+            except PacelineError as also:  # what was refused is what people must read
+                run.warn(f"the page of the validation is not shown: {also}")
             raise
         record, page = _keep(run, inputs, loaded, report, drift)
         if report.needs_review:
@@ -169,6 +177,7 @@ def validate_data(run: Run, snapshot: dict[str, Any]) -> dict[str, Any]:
         "validate-data",
         inputs,
         work,
+        still_true=lambda o: not o.get("page") or run.store.exists(o["page"]),
         describe=lambda o: (
             f"{o['checks']} expectations on {o['documents']} samples, "
             f"{o.get('quarantined_count', len(o['quarantined']))} shards quarantined"

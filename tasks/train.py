@@ -72,9 +72,7 @@ def train(
     """
     asked = profile_of(run, own, continue_from, code_ref)
     profile = exporting(run, asked, own, manifest.model_id, manifest.version)
-    for name in ("export_dtype", "export_program"):
-        if (value := getattr(profile.training, name)) != getattr(asked.training, name):
-            run.warn(f"training.{name} is {str(value).lower()}, as the model's policy asks")
+    export_changes(run, asked, profile)
     purpose = purpose or run.runtime.profile.data.purpose
     label, project = snapshot["label"], snapshot["project"]
     known = run.trainers(nodes)
@@ -238,6 +236,16 @@ def exporting(
     facts = base_facts(published_url(run, model_id, version), run.store)
     training = settings_for(profile.training, policy, own, facts, promotes=promotes)
     return profile.model_copy(update={"training": training})
+
+
+def export_changes(run: Run, asked: Profile, profile: Profile) -> dict[str, object]:
+    """Return the settings that ``exporting`` changed, by their keys; a note names each."""
+    changed: dict[str, object] = {}
+    for name in ("export_dtype", "export_program"):
+        if (value := getattr(profile.training, name)) != getattr(asked.training, name):
+            run.warn(f"training.{name} is {str(value).lower()}, as the model's policy asks")
+            changed[f"training.{name}"] = value
+    return changed
 
 
 def require_base(

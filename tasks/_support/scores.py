@@ -236,7 +236,8 @@ def require_one_process(run: Run, base: Manifest, nodes: Sequence[Node] = ()) ->
     whole model, and none of ``nodes`` (default: all that Dask reaches now) has the memory for
     ``base``, on an accelerator or beside it."""
     asked = run.runtime.profile.evaluation
-    if not (asked.tasks or asked.metrics):
+    per_job = run.runtime.profile.cluster.per_job  # Dask may reach other jobs' nodes alone
+    if not (asked.tasks or asked.metrics) or (per_job and not nodes):
         return
     if not nodes and run.runtime.endpoints.scheduler_address:
         with run.fleet() as fleet:

@@ -21,6 +21,7 @@ from tests.support.hugging_face import write_model, write_tokenizer
 __all__ = ["at"]  # a fixture
 WEIGHTS = "model.safetensors"
 INDEX = '{"weight_map": {"a": "b.safetensors"}}'
+MASK = "model.layers.0.attention.bias"  # of old GPT-NeoX files: nothing reads it
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 
 
@@ -36,7 +37,7 @@ def weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]
 
 
 SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
-    "sound": (lambda _: None, ""),
+    "sound": (lambda d: weights(d, lambda t: t.update({MASK: torch.ones(2).bool()})), ""),
     "NaN": (lambda d: weights(d, lambda t: t[NORM].fill_(torch.nan)), f"infinity in {NORM}"),
     "infinity": (lambda d: weights(d, lambda t: t[NORM].fill_(-torch.inf)), f"infinity in {NORM}"),
     "tokenizer": (lambda d: write_tokenizer(d, ["a b c"]), "different tokenizers"),

@@ -47,7 +47,19 @@ def test_a_value_that_is_not_finite_is_found_wherever_a_block_ends(
         assert scanned(path, seed) == ("" if value is None else "b")
 
 
-@pytest.mark.parametrize("data", [b"", b"x" * 100, b"\x05" + bytes(7) + b"{}{}{" + b"\xff" * 99])
+ODD = [
+    len(header).to_bytes(8, "little") + header + bytes(8)
+    for header in (
+        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[]}}',
+        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,1e999]}}',
+        b'{"a":{"dtype":"F32","data_offsets":[0,3]},"b":{"dtype":"F16","data_offsets":[3,8]}}',
+    )
+]
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"x" * 100, b"\x05" + bytes(7) + b"{}{}{" + b"\xff" * 99, *ODD]
+)
 def test_a_file_that_is_not_safetensors_has_nothing_to_be_found(data: bytes) -> None:
     scan = FiniteScan()
     scan.update(memoryview(data))

@@ -55,6 +55,9 @@ class Bucket:
         assert len(self.objects[url]) <= max_bytes
         return self.objects[url]
 
+    def exists(self, url: str) -> bool:
+        return url in self.objects
+
 
 def run_of(bucket: Bucket, token: str = "the installation's own") -> Run:
     runtime = Runtime(

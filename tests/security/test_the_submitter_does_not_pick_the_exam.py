@@ -3,6 +3,7 @@ does not choose the data that a candidate is judged on."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from paceline.tasks.prepare import build_data_snapshot
 from tests.evaluation.reports import LINEAGE, SNAPSHOT
 from tests.registry.bundles import make_evidence
 from tests.security.test_a_forged_report_is_refused import BASE, Bucket, judged, run_of
+from tests.support.hugging_face import CHATML, write_tokenizer
 
 CHECK = "snapshot that may judge"
 OF_BEFORE = "8" * 64
@@ -129,6 +131,32 @@ def test_a_release_is_known_by_its_source_and_what_it_holds_out(
         assert build({}, **reading) != ours
     assert build({}, shard_bytes=2048) == ours, "the split is the same"
     assert build({f"{n}.txt": f"easy {n}" for n in range(20)}, "theirs") not in (ours, None)
+
+
+def test_another_template_or_tokenizer_is_another_exam(
+    build: Callable[..., str | None], tmp_path: Path
+) -> None:
+    """A template renders the held-out conversations; a tokenizer may leave samples out."""
+    pytest.importorskip("transformers")
+    lines = [
+        json.dumps({"messages": [{"role": "user", "content": f"say {n}"},
+                                 {"role": "assistant", "content": f"{n} it is"}]})
+        for n in range(40)
+    ]  # fmt: skip
+    found = set()
+    for name, template in (
+        ("fair", CHATML),
+        ("easy", CHATML.replace("{{ m.content }}", "{{ messages[0].content }}")),
+    ):
+        (tmp_path / name).mkdir()
+        write_tokenizer(tmp_path / name, lines, template=template)
+        found.add(
+            build(
+                {"chat.jsonl": "\n".join(lines)}, format="jsonl",
+                tokenizer=str(tmp_path / name / "tokenizer.json"),
+            )
+        )  # fmt: skip
+    assert len(found) == 2 and None not in found
 
 
 def test_a_copy_of_the_source_does_not_become_it(build: Callable[..., str | None]) -> None:

@@ -288,6 +288,19 @@ def test_rows_of_tasks_in_the_training_data_are_found(
     assert (unseen.task, unseen.rows, unseen.found) == ("unseen", 9, 0)
 
 
+def test_of_many_rows_some_are_drawn_and_compared_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overlap, "MAX_SHINGLES", 10_000)
+    rows = sums(range(1000, 2000))
+    files = {f"row-{n}.txt": (prompt + said).encode() for n, (prompt, said) in enumerate(rows)}
+    training = snapshot_of(files, tmp_path, SETTINGS.model_copy(update={"held_out_share": 0.01}))
+    tasks = {"seen": rows, "unseen": sums(range(100))}
+    seen, unseen = find_overlap([], training, store(), tmp_path / "cache", tasks=tasks).tasks
+    assert 30 < seen.rows < 900 and seen.found > 0.9 * seen.rows
+    assert 0 < unseen.rows <= 100 and unseen.found == 0
+
+
 def test_rows_of_tasks_are_found_in_conversations(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     rows = sums(range(100, 140))

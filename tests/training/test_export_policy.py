@@ -9,13 +9,19 @@ from typing import Any
 
 import pytest
 
-from paceline.config import GateSettings, Policy, Profile, TrainingSettings
+from paceline.config import (
+    GateSettings,
+    Policy,
+    Profile,
+    TrainingSettings,
+    with_job_settings,
+)
 from paceline.errors import InvalidInput
 from paceline.flows import lifecycle, train
 from paceline.models import config_for, new_model, save_model
 from paceline.storage import DiskStore
 from paceline.tasks._support.run import Run
-from paceline.tasks.train import exporting
+from paceline.tasks.train import export_changes, exporting
 from paceline.training import base_facts
 from paceline.training.export_policy import BaseFacts, settings_for
 from tests.support.hugging_face import write_model
@@ -73,6 +79,13 @@ def test_contradictions_are_one_line(
     assert "\n" not in line
     for each in words:
         assert each in line
+
+
+def test_a_policy_may_name_the_dtypes_of_user_code() -> None:
+    policy = Policy(dtypes=("bfloat16, float32",), max_model_bytes=1000)
+    base = BaseFacts("float32", 10_000, 64)
+    with pytest.raises(InvalidInput, match="policy would refuse"):
+        settings_for(TrainingSettings(), policy, (), base, promotes=True)
 
 
 def test_what_need_not_be_promoted_is_not_held_to_the_default_size() -> None:
@@ -144,4 +157,11 @@ def test_the_model_says_whose_policy_it_is(tmp_path: Path) -> None:
     run: Any = SimpleNamespace(runtime=runtime, store=DiskStore())
     asked = exporting(run, profile, (), "m", "v1").training
     assert (asked.export_dtype, asked.export_program) == ("float16", True)
+    notes: list[str] = []
+    run.warn = notes.append
+    changed = export_changes(run, profile, exporting(run, profile, (), "m", "v1"))
+    assert changed == {"training.export_dtype": "float16", "training.export_program": True}
+    assert len(notes) == 2
+    handed_on = with_job_settings(profile, changed)  # as a lifecycle does
+    assert exporting(run, handed_on, changed, "m", "v1").training == asked
     assert exporting(run, profile, (), "other", "v1").training == profile.training

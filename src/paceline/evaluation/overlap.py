@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -162,7 +163,8 @@ class _TaskRows:
     """The rows of tasks, and which of them were found; their keys are "TASK, _OF, row NUMBER"."""
 
     def __init__(self, tasks: Rows, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
-        self._tasks, self.whole = tasks, _Copies(tokenizer)
+        self._tasks, self.whole = _drawn(tasks, 1 if template is None else 2), _Copies(tokenizer)
+        tasks = self._tasks
         long: list[tuple[str, bytes]] = []
         short: list[tuple[str, bytes]] = []
         for task, rows in tasks.items():
@@ -196,6 +198,21 @@ class _TaskRows:
             )
             for task, rows in self._tasks.items()
         )
+
+
+def _drawn(tasks: Rows, renderings: int) -> Rows:
+    """Return as many rows of each task as have MAX_SHINGLES bytes together, drawn by their text:
+    of these every shingle is compared."""
+    total = renderings * sum(len("".join(row).encode()) for rows in tasks.values() for row in rows)
+    if total <= MAX_SHINGLES:
+        return tasks
+
+    def is_drawn(row: tuple[str, str]) -> bool:
+        return zlib.crc32("".join(row).encode()) <= 2**32 * MAX_SHINGLES / total
+
+    return {
+        name: [row for row in rows if is_drawn(row)] or rows[:1] for name, rows in tasks.items()
+    }
 
 
 def _renderings(prompt: str, answer: str, template: ChatTemplate | None) -> list[bytes]:

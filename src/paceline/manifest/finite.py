@@ -53,6 +53,8 @@ class FiniteScan:
                 self._tensors.appendleft((name, dtype, left - len(part)))
             if dtype in KINDS and not self._are_finite(part, dtype):
                 self.found = name
+            if left == len(part):
+                self._rest = b""  # the next begins a value of its own
 
     def _read_header(self, header: bytes) -> None:
         try:
@@ -67,7 +69,14 @@ class FiniteScan:
                 if end > begin:
                     self._tensors.append((name, dtype, end - begin))
                 at = end
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (
+            ValueError,
+            TypeError,
+            LookupError,
+            ArithmeticError,
+            AttributeError,
+            RecursionError,
+        ):
             self._tensors.clear()
 
     def _are_finite(self, part: memoryview, dtype: str) -> bool:

@@ -51,7 +51,7 @@ FILES_AT_ONCE = 4
 CLAIM_FILE = f"{MANIFEST_FILE}.claim"
 NOT_FINITE_FILE = f"{MANIFEST_FILE}.not-finite"
 MAX_RECORD_BYTES = 4096
-MAX_TENSOR_NAME = 1000
+MAX_TENSOR_NAME = 500  # at most 3,000 bytes of JSON
 ATTEMPTS = 5  # claims that are released while they are read
 
 log = logging.getLogger(__name__)

@@ -23,6 +23,8 @@ from paceline.models.files import (
 TRAINED = ("F32", "BF16", "F16")
 EMBEDDINGS = ("model.embed_tokens.weight", "gpt_neox.embed_in.weight")
 LAYER = re.compile(r"\blayers\.(\d{1,6})\.")
+MASK = re.compile(r"attention\.(masked_)?bias$").search  # of old GPT-NeoX files: not read
+SINGLE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # that safetensors reads
 
 
@@ -66,7 +68,7 @@ def _require_shapes(
                 "weights do not fit the config", got=got, wanted=wanted, where=directory
             )
 
-    dtypes = sorted({str(each.get("dtype")) for each in found.values()})
+    dtypes = sorted({str(each.get("dtype")) for name, each in found.items() if not MASK(name)})
     require(len(dtypes) == 1 and dtypes[0] in TRAINED, ", ".join(dtypes), f"one of {TRAINED}")
     for name in EMBEDDINGS:
         shape = found.get(name, {}).get("shape")
@@ -84,6 +86,8 @@ def _tensors(directory: Path) -> dict[str, dict[str, Any]]:
     """Return dtype and shape of each tensor, by its name in the files."""
     files = {each.name: each for each in weight_files(directory)}
     named = read_index(directory) if (directory / INDEX_FILE).is_file() else None
+    if named is None and SINGLE in files:
+        files = {SINGLE: files[SINGLE]}  # what else lies there is not read
     found: dict[str, dict[str, Any]] = {}
     for file in sorted(set(files if named is None else named.values())):
         if file not in files:
@@ -106,7 +110,9 @@ def _header(path: Path) -> dict[str, dict[str, Any]]:
         end = max((int(each["data_offsets"][1]) for each in found.values()), default=0)
         if 8 + length + end != path.stat().st_size:
             raise ValueError(f"{path.stat().st_size} bytes, not {8 + length + end}")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (
+        ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError,
+    ) as error:  # fmt: skip
         said = f"{type(error).__name__}: {error}"[:200]
         raise CorruptData("weights file cannot be read", got=said, where=path) from error
     return found

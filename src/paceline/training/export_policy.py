@@ -89,7 +89,8 @@ def settings_for(
     if asked and not (asked in policy.dtypes and is_small(asked)):
         others = [each for each in policy.dtypes if each in BYTES and is_small(each)]
         if not (is_base and DTYPE not in given and others):
-            if asked in policy.dtypes or not any(map(is_small, policy.dtypes)):
+            known = [each for each in policy.dtypes if each in BYTES]
+            if asked in policy.dtypes or (known and not any(map(is_small, known))):
                 got = f"{parameters:,} parameters in {asked}"
                 raise _refused(got, f"at most {most} bytes", "max_model_bytes")
             raise _refused(f"weights in {asked}", " or ".join(policy.dtypes), "dtypes")
