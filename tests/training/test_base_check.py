@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.config import DataSettings, load_profile
+from paceline.config import DataSettings, TrainingSettings, load_profile
 from paceline.data import Snapshot, build_snapshot
 from paceline.errors import InvalidInput, PacelineError, PermanentError
 from paceline.flows import lifecycle, train
@@ -35,7 +35,7 @@ from importlib.machinery import PathFinder
 lacking, model, snapshot = sys.argv[1].split(","), *sys.argv[2:]
 found = PathFinder.find_spec
 PathFinder.find_spec = lambda name, *rest: None if name in lacking else found(name, *rest)
-from paceline.config import load_profile
+from paceline.config import load_profile, TrainingSettings
 from paceline.data import load_snapshot
 from paceline.errors import PacelineError
 from paceline.storage import DiskStore
@@ -188,7 +188,7 @@ def test_a_base_is_checked_before_nodes_are_busy(
     monkeypatch: pytest.MonkeyPatch, flow: Any
 ) -> None:
     link = SimpleNamespace(user=("default", ""), sweep=None, hosts=["a"])
-    profile = SimpleNamespace(cluster=SimpleNamespace(per_job=False))
+    profile = SimpleNamespace(cluster=SimpleNamespace(per_job=False), training=TrainingSettings())
     run = SimpleNamespace(
         state_dir="", run_id="run-20261120-153600-9f3a1c",
         runtime=SimpleNamespace(profile=profile), manifest=lambda _: None,
