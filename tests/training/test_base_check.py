@@ -35,7 +35,7 @@ from importlib.machinery import PathFinder
 lacking, model, snapshot = sys.argv[1].split(","), *sys.argv[2:]
 found = PathFinder.find_spec
 PathFinder.find_spec = lambda name, *rest: None if name in lacking else found(name, *rest)
-from paceline.config import load_profile, TrainingSettings
+from paceline.config import load_profile
 from paceline.data import load_snapshot
 from paceline.errors import PacelineError
 from paceline.storage import DiskStore
