@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from paceline.api import jobs
 from paceline.manifest import publish_model
 from paceline.training import base_check
 from tests.api.conftest import call
 from tests.api.test_data_purposes import JOBS, at
-from tests.support.hugging_face import write_model, write_tokenizer
+from tests.support.hugging_face import (
+    change_config as config,
+    change_weights as weights,
+    write_model,
+    write_tokenizer,
+)
 
 __all__ = ["at"]  # a fixture
 WEIGHTS = "model.safetensors"
 INDEX = '{"weight_map": {"a": "b.safetensors"}}'
 MASK = "model.layers.0.attention.bias"  # of old GPT-NeoX files: nothing reads it
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
-
-
-def config(directory: Path, **changes: object) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = load_file(directory / WEIGHTS)
-    change(tensors)
-    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
 
 
 SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {

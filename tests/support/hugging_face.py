@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,18 @@ def write_tokenizer(
     )
     fast.save_pretrained(directory)
     return directory
+
+
+def change_config(directory: Path, **changes: object) -> None:
+    """Change keys of the model's config.json."""
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_weights(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Write the tensors of the model's one file again, as ``change`` leaves them."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

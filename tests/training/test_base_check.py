@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from paceline.config import DataSettings, TrainingSettings, load_profile
 from paceline.data import Snapshot, build_snapshot
@@ -26,7 +24,11 @@ from paceline.storage import DiskStore
 from paceline.tasks._support.run import Run
 from paceline.tasks.train import require_base
 from paceline.training import base_check
-from tests.support.hugging_face import write_model
+from tests.support.hugging_face import (
+    change_config as config,
+    change_weights as weights,
+    write_model,
+)
 
 WITHOUT = """
 import sys
@@ -53,17 +55,6 @@ for more in ({}, {"training.mesh.tp": "3", "training.ranks": "3"}, lora):
 """
 
 WEIGHTS, NORM = "model.safetensors", "model.norm.weight"
-
-
-def config(directory: Path, **changes: object) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = load_file(directory / WEIGHTS)
-    change(tensors)
-    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
 
 
 def ours(directory: Path) -> None:
