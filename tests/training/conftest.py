@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -48,6 +49,13 @@ SETTINGS = TrainingSettings(
     checkpoints=CheckpointSettings(every_steps=4, keep=3, max_stall_share=0.99),
     guard=GuardSettings(max_restarts=3, start_deadline_s=60, step_deadline_s=60),
 )
+
+
+@pytest.fixture(autouse=True)
+def no_module_of_an_earlier_test() -> Iterator[None]:
+    """Forget the example that a test loaded here: a process takes a module from one directory."""
+    yield
+    sys.modules.pop("byte_gru", None)
 
 
 class Listener(EventWriter):

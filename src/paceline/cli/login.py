@@ -237,9 +237,9 @@ def distribute(
         as_json,
         f"{answer.model_id} {answer.version} on {answer.relay.workers} of "
         f"{len(answer.targets)} workers{without}, {then}",
+        f"fleet:    {deployment_page(client.coordinator, deployment_id)}",
         f"done: run {run_id}, deployment {deployment_id}",
         "next:     paceline status" if activate else f"next:     paceline activate {deployment_id}",
-        f"fleet     {deployment_page(client.coordinator, deployment_id)}",
     )
     return 0
 
