@@ -15,7 +15,7 @@ from typing import Any
 from prefect.transactions import Transaction, get_transaction
 
 from paceline.errors import Conflict, CorruptData, GateRefused, NotFound, SourceMissing
-from paceline.evaluation import CARD_FILE, EXCEPTED, MAX_CARD_BYTES, decide, model_card
+from paceline.evaluation import CARD_FILE, EXAM, EXCEPTED, MAX_CARD_BYTES, decide, model_card
 from paceline.manifest import (
     Manifest,
     build_manifest,
@@ -145,7 +145,7 @@ def gate(
         champion=champion,
         lineage=lineage,
         judged_on=evaluation.snapshot_url,
-        judges=() if now is None else _judges(run, base.model_id, report.snapshot_digest),
+        judges={} if now is None else _judges(run, base.model_id, report.snapshot_digest),
     )
     text = canonical_json(policy).decode()
     run.registry.log_artifact_text(run.mlflow_run, text, f"policy/{decision.policy_digest}.json")
@@ -165,16 +165,20 @@ def gate(
     return decision
 
 
-def _judges(run: Run, model_id: str, asked: str) -> tuple[str, ...]:
-    """Return the digests of snapshots that may judge where the policy names none: the one that
-    judged the champion, and ``asked`` where this installation built both of one source, with the
-    same settings of what is held out."""
+def _judges(run: Run, model_id: str, asked: str) -> dict[str, str]:
+    """Return the digests of snapshots that may judge where the policy names none, with URLs where
+    they are known: the one that judged the champion, and ``asked`` where this installation built
+    both of one source, with the same settings of what is held out."""
     champion = run.registry.champion(model_id)
     assert champion is not None and champion.evidence is not None  # champion() reads it
     before = champion.evidence.snapshot_digest
     exam = sealed.referred(run, "exam", before)
     same = exam is not None and sealed.referred(run, "exam", asked) == exam
-    return (before, asked) if same else (before,)
+    evaluated = sealed.found(run, champion.evidence.report_digest, "evaluation", Evaluation)
+    found = {before: evaluated.snapshot_url if evaluated else ""}
+    if same:
+        found.setdefault(asked, "")
+    return found
 
 
 def bundle(
@@ -330,12 +334,18 @@ def publish_candidate(
 def require_passed(run: Run, evidence: Evidence) -> None:
     """Raise GateRefused, with every reason, unless the gate passed."""
     if not evidence.gate.passed:
+        failed = {each.name for each in evidence.gate.checks if not each.passed}
+        do = (
+            "Judge it on that snapshot (evaluate --snapshot)"
+            if failed == {EXAM}
+            else "Train longer or on better data"
+        )
         raise GateRefused(
             "the candidate was not promoted",
             got="; ".join(evidence.gate.reasons),
             wanted="every check of the gate",
             where=f"{evidence.model_id}, run {run.run_id}",
-            do="Train longer or on better data; the champion stays what it was.",
+            do=f"{do}; the champion stays what it was.",
         )
 
 

@@ -225,7 +225,12 @@ def test_a_candidate_is_trained_judged_and_promoted(installed: Installed) -> Non
     url = re.search(r"made: +(s3://\S+)", shown)
     assert url, shown
     words = {"MODEL": installed.model, "URL": url[1]}
-    shown = installed.shell(block("how-to/evaluate-and-promote.md", "promote", words))
+    page = "how-to/evaluate-and-promote.md"
+    train, evaluate, promote = lines_of(page, "promote", words)
+    refused = installed.shell(f"{train}\n{evaluate}\n{promote}", 3)
+    exam = re.search(r"wanted \S+ \((s3://\S+)\), which judged the champion", refused)
+    assert exam, refused
+    shown = installed.shell(f"{evaluate.replace(url[1], exam[1])}\n{promote}")
     assert f"made:     {installed.model} 3 is champion" in shown
     words["--ranks 4"] = "--ranks 2"  # of the installation's two nodes
     shown = installed.shell(block("how-to/evaluate-and-promote.md", "ranks", words))

@@ -30,14 +30,19 @@ SETTINGS = DataSettings(held_out_share=0.3, purpose="tests", project="tests")
 
 
 def decided(
-    run: Run, monkeypatch: pytest.MonkeyPatch, judged_before: str | None, **policy: Any
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    judged_before: str | None,
+    report: str = "",
+    **policy: Any,
 ) -> GateDecision:
     """Return the gate's decision on a report on SNAPSHOT; the champion was judged on another."""
     monkeypatch.setattr(promote.artifacts, "table", lambda *_: None)
     gate = GateSettings(except_baselines=("ngram", "gzip", "xz"), **policy)
     profile = run.runtime.profile.model_copy(update={"gate": gate})
     run.runtime = run.runtime.model_copy(update={"profile": profile})
-    evidence = make_evidence("bytelm", "1").model_copy(update={"snapshot_digest": judged_before})
+    of = {"snapshot_digest": judged_before, "report_digest": report}
+    evidence = make_evidence("bytelm", "1").model_copy(update=of)
     champion = SimpleNamespace(evidence=evidence, source_url="s3://m/3", manifest_digest=BASE)
     run.__dict__["mlflow_run"] = "1"
     run.__dict__["registry"] = SimpleNamespace(
@@ -58,6 +63,10 @@ def test_another_snapshot_than_the_champions_is_refused(monkeypatch: pytest.Monk
     (reason,) = decided(run, monkeypatch, OF_BEFORE).reasons
     assert reason.startswith(f"{CHECK}: got {SNAPSHOT}, wanted {OF_BEFORE}")
     assert "gate.judged_on" in reason
+    judging = judged("e" * 64).model_copy(update={"snapshot_url": "s3://b/exam"})
+    named = sealed.keep(run, judging, "evaluation")
+    (reason,) = decided(run, monkeypatch, OF_BEFORE, report=named).reasons
+    assert f"wanted {OF_BEFORE} (s3://b/exam), which judged the champion" in reason
     assert decided(run, monkeypatch, OF_BEFORE, judged_on=(SNAPSHOT,)).passed
     (reason,) = decided(run, monkeypatch, SNAPSHOT, judged_on=("s3://b/held-out",)).reasons
     assert reason.startswith(f"{CHECK}: got ")

@@ -521,7 +521,6 @@ def test_the_command_line_promotes_nothing_that_saw_the_held_out_files(
     assert error["code"] == "GateRefused"
     assert f"{compared['found']} of {len(rejected.held_out)} in snapshot" in error["got"]
     assert any(name in error["got"] for name in rejected.held_out)
-    assert "no regression against champion" in error["got"], "its labels were shuffled"
     assert registry.champion(model) == before
     evidence = registry.evidence(model, lifecycle.answer["registry"]["registry_version"])
     assert evidence.training_snapshot_digest == lifecycle.answer["data"]["digest"]

@@ -4,7 +4,7 @@ from .card import (
     MAX_CARD_BYTES as MAX_CARD_BYTES,
     model_card as model_card,
 )
-from .gate import EXCEPTED as EXCEPTED, LINEAGE as LINEAGE, decide as decide
+from .gate import EXAM as EXAM, EXCEPTED as EXCEPTED, LINEAGE as LINEAGE, decide as decide
 from .generation import generate as generate
 from .held_out import (
     SHORTEST_PREFIX_BYTES as SHORTEST_PREFIX_BYTES,

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from paceline.config import Policy
 from paceline.schemas import (
@@ -61,6 +62,8 @@ LINEAGE = (
 )
 
 
+EXAM = "snapshot that may judge"  # the check of that name
+
 # Placeholder for a candidate that was not evaluated: all its facts are missing.
 _NOTHING = ModelScore(
     name=CANDIDATE, kind="transformer", bits_per_byte=Interval(value=0, low=0, high=0)
@@ -74,14 +77,15 @@ def decide(
     champion: str | None,
     lineage: Mapping[str, str | None],
     judged_on: str = "",
-    judges: Sequence[str] = (),
+    judges: Mapping[str, str] = MappingProxyType({}),
 ) -> GateDecision:
     """Return the decision on ``report``'s "candidate" under ``policy``, with one entry for every
     check and the policy's digest.
 
     ``champion`` is the name under which the champion was evaluated, None where there is none yet;
     ``lineage`` must have every key of ``LINEAGE``; ``judged_on`` is the URL of the report's
-    snapshot; ``judges`` are the digests that may judge where the policy names none, (): any.
+    snapshot; ``judges`` are the digests that may judge where the policy names none, with their URLs
+    where these are known; empty: any.
     """
     candidate = report.score(CANDIDATE)
     facts = candidate or _NOTHING
@@ -162,20 +166,21 @@ def decide(
 
 
 def _may_judge(
-    allowed: Sequence[str], judges: Sequence[str], url: str, digest: str
+    allowed: Sequence[str], judges: Mapping[str, str], url: str, digest: str
 ) -> list[GateCheck]:
-    title = "snapshot that may judge"
     if not allowed and judges:
+        first, where = next(iter(judges.items()))
         wanted = (
-            f"{judges[0]}, which judged the champion, another one that this installation built of "
-            "its source with its held-out split, or one that the policy names (gate.judged_on)"
+            f"{first}{where and f' ({where})'}, which judged the champion, another one that this "
+            "installation built of its source with its held-out split, or one that the policy "
+            "names (gate.judged_on)"
         )
-        return [_check(title, digest in judges, digest, wanted)]
+        return [_check(EXAM, digest in judges, digest, wanted)]
     if not allowed:
         return []
     begins = [f"{each.rstrip('/')}/" for each in allowed]
     passed = digest in allowed or any(f"{url.rstrip('/')}/".startswith(each) for each in begins)
-    return [_check(title, passed, url or digest, " or ".join(allowed))]
+    return [_check(EXAM, passed, url or digest, " or ".join(allowed))]
 
 
 def _tasks_hold(report: EvaluationReport, policy: Policy, other: str) -> list[GateCheck]:
