@@ -280,7 +280,7 @@ def test_a_researcher_sweeps_settings_from_a_laptop(ann: Researcher) -> None:
     shown = ann.types(blocks["report"]).ok().out
     sys.stdout.write(f"{began.out}{began.err}\n{shown}\n")
     best = min(each["value"] for each in trials() if each["state"] == "complete")
-    assert f"{best:.4g}"[:5] in shown and "paceline jobs submit" in shown
+    assert f"{best:.6g}" in shown and "paceline jobs submit" in shown
     jobs = json.loads(ann.types("paceline jobs list --team nlp --json").ok().out)["jobs"]
     swept = {each["job_id"] for each in trials()}
     assert swept <= {each["job_id"] for each in jobs}, "jobs of the team's queue"
