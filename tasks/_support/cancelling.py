@@ -188,7 +188,9 @@ def held_back(
         came.append(number)
         on_signal()
 
-    before = {number: signal.signal(number, hear) for number in _ENDINGS}
+    # What a script starts in the background ignores Ctrl-C, and stays so.
+    heard = (number for number in _ENDINGS if signal.getsignal(number) is not signal.SIG_IGN)
+    before = {number: signal.signal(number, hear) for number in heard}
     try:
         yield
     finally:

@@ -131,6 +131,15 @@ def test_ctrl_c_twice_ends_at_once() -> None:
     assert done == ["once"]
 
 
+@pytest.mark.usefixtures("ending")
+def test_what_ignores_ctrl_c_goes_on_ignoring_it() -> None:
+    """As a command does that a script starts in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with cancelling.noticed() as cancelled:
+        signal.raise_signal(signal.SIGINT)
+        assert not cancelled.is_set()
+
+
 def test_a_cancelled_flow_ends_as_cancelled_and_others_are_unchanged() -> None:
     why = Cancelled("the run was cancelled", where="here")
 
