@@ -40,6 +40,7 @@ class HeldOutDocument:
     text: bytes
     size: int
     conversation: Conversation | None = None  # ``text`` is what assistants say in it
+    rejected: Conversation | None = None  # beside it, of a pair of answers
 
 
 def choose_prefixes(
@@ -72,7 +73,7 @@ def choose_conversations(documents: Iterable[Document], budget_bytes: int) -> li
     if not chosen:
         raise InvalidSnapshot("nothing is held out", got="no text", wanted="a held-out split")
     return [
-        HeldOutDocument(each.path, each.text, len(each.text), each.conversation)
+        HeldOutDocument(each.path, each.text, len(each.text), each.conversation, each.rejected)
         for each in sorted(chosen, key=lambda each: each.path)
     ]
 

@@ -375,10 +375,10 @@ class TaskScore(_Compared):
 
 
 class MetricScore(_Compared):
-    """A metric of user code: the mean of its figures, one a document."""
+    """A metric: the mean of its figures, one a document."""
 
     metric: str
-    code_ref: str
+    code_ref: str  # of user code; "paceline": ``preference_accuracy``
     higher_is_better: bool
     documents: int
     scores: dict[str, Interval]  # by model
