@@ -23,7 +23,7 @@ from paceline.data import Tokenizer
 from paceline.errors import InvalidInput, PermanentError
 from paceline.evaluation.gate import METRIC
 from paceline.evaluation.generation import generate
-from paceline.evaluation.held_out import HeldOutDocument, prefix
+from paceline.evaluation.held_out import HeldOutDocument, prefix, slices_of
 from paceline.evaluation.scoring import OnProgress, compared_means
 from paceline.evaluation.text_model import AllowedCode, TextModel
 from paceline.evaluation.transformer import token_figures
@@ -146,6 +146,7 @@ def with_metrics(
             code_ref=its.code_ref,
             higher_is_better=its.higher_is_better,
             **compared_means(figures[name], settings),
+            slices=_slices(figures[name], held_out, settings),
         )
         for name, its in metrics.items()
         if name not in failures and scored
@@ -158,6 +159,30 @@ def with_metrics(
             "seconds": report.seconds + time.monotonic() - began,
         }
     )
+
+
+def _slices(
+    figures: Mapping[str, NDArray[np.float64]],
+    held_out: Sequence[HeldOutDocument],
+    settings: EvaluationSettings,
+) -> tuple[dict[str, object], ...]:
+    """Return rows {slice, name, documents, scores, difference_to}, of the slices that bits per byte
+    have."""
+    rows = []
+    for kind, name, members in slices_of(held_out, settings.slice_values):
+        its = {model: figures_D[members] for model, figures_D in figures.items()}
+        rows.append({"slice": kind, "name": name, **_plain(compared_means(its, settings))})
+    return tuple(rows)
+
+
+def _plain(means: dict[str, Any]) -> dict[str, Any]:
+    """Return ``means`` with intervals as in JSON."""
+    return {
+        key: {name: its.model_dump() for name, its in found.items()}
+        if isinstance(found, dict)
+        else found
+        for key, found in means.items()
+    }
 
 
 def _are_pairs(held_out: Sequence[HeldOutDocument]) -> bool:
