@@ -231,7 +231,8 @@ def _deadline_s(run: Run, spec: EvaluationSpec, base: Manifest) -> float:
         tasks_bytes = sum(each.size for each in run.manifest(spec.tasks_url).files)
         times += tasks_bytes / TASKS_BYTES
     texts = max(1.0, spec.settings.held_out_bytes / METRIC_BYTES)
-    metrics = spec.settings.metrics.values()
+    pairs = load_snapshot(spec.snapshot_url, run.store).is_paired
+    metrics = spec.settings.metrics_of(pairs=pairs).values()
     times += sum(texts * (1 + each.max_new_tokens / NEW_TOKENS) for each in metrics)
     scored_s = DEADLINE_S * max(1.0, weights / MODEL_BYTES) * times
     return scored_s + compared_bytes / COMPARED_BYTES_PER_S
@@ -313,6 +314,7 @@ def evaluate(
                 update={
                     "known": (*scores, *recorded_besides(run, spec, models)),
                     "failures": failures,
+                    "mesh": spec.mesh if gang is None else gang.settings.mesh,
                 }
             )
             process(nodes[-1], whole, on_event)

@@ -90,7 +90,8 @@ def recorded_besides(
     """Return what the installation recorded of ``models`` on ``spec``'s tasks, and by its
     metrics."""
     digests = [spec.tasks_scored] if spec.tasks_url else []
-    metrics = spec.settings.metrics.values()
+    pairs = data.load_snapshot(spec.snapshot_url, run.store).is_paired
+    metrics = spec.settings.metrics_of(pairs=pairs).values()
     digests += [metric_digest(spec.snapshot_digest, each) for each in metrics]
     of_each = [spec.model_copy(update={"snapshot_digest": each}) for each in digests]
     return [found for each in of_each for found in recorded_scores(run, each, models).values()]

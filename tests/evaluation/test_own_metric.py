@@ -173,7 +173,16 @@ def test_figures_are_those_of_each_document_with_paired_intervals(
     assert bits.scores["base"] == draws.ratio(figures["base"]["bits"])
     gain = draws.ratio(figures["candidate"]["bits"] - figures["base"]["bits"])
     assert bits.difference_to == {"base": gain}
+    assert [each["slice"] for each in bits.slices] == [*["size"] * 4, "directory"]
+    shortest = sorted(range(66), key=lambda each: len(TEXTS[each]))[:17]
+    quarter, draws = bits.slices[0], Resampler(np.ones(17), samples=100, confidence=0.95, seed=0)
+    ours, its = (figures[each]["bits"][shortest] for each in ("candidate", "base"))
+    assert quarter["documents"] == 17
+    its_means = {"candidate": draws.ratio(ours), "base": draws.ratio(its)}
+    assert quarter["scores"] == {name: each.model_dump() for name, each in its_means.items()}
+    assert quarter["difference_to"] == {"base": draws.ratio(ours - its).model_dump()}
     page = as_markdown(report)
+    assert f"| bits, lower is better | size: {quarter['name']} | 17 | base | " in page
     assert f"| bits, lower is better | candidate | {bits.scores['candidate'].value:.4f} (" in page
     points = {each.key: each.value for each in evaluation_metrics(report)}
     assert points["eval/base/metric/bits"] == bits.scores["base"].value

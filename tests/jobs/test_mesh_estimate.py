@@ -107,13 +107,12 @@ def test_usual_meshes_leave_out_what_the_model_does_not_allow(tmp_path: Path) ->
     assert {each.ranks for each in ours.rows} == {8, 64, 512}
     assert any("pp" in each.mesh for each in ours.rows)
     assert all(each.efficiency <= 1 and each.price is None for each in ours.rows)
-    (tmp_path / "config.json").write_text(
-        json.dumps(SIZES | {"model_type": "llama", "max_position_embeddings": 8192, "head_dim": 64})
-    )
+    config = {"model_type": "llama", "max_position_embeddings": 8192, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | config | {"attention_dropout": 0.1}))
     others = paceline.estimate(tmp_path, "H100", ranks=8)
     assert others.context == 4096
     assert others.rows and not any("pp" in each.mesh for each in others.rows)
-    with pytest.raises(InvalidInput, match="not cut into stages"):
+    with pytest.raises(InvalidInput, match=r"attention_dropout 0\.1, pp 2"):
         paceline.estimate(tmp_path, "H100", ranks=8, meshes=["pp2"])
 
 

@@ -78,6 +78,7 @@ def test_what_the_page_says_trains_a_model_that_transformers_loads(places, tmp_p
     lines = commands_under(PAGE, HEADING, **places)
     assert len(lines) == 2
     lines += commands_under(PAGE, "Cut the matrices", **places)
+    lines += commands_under(PAGE, "Cut into stages", **places)
     lines += commands_under(PAGE, "Cut long rows", **places)
     for number, line in enumerate(lines):
         output = str(tmp_path / f"out-{number}")
@@ -96,11 +97,12 @@ def test_what_the_page_says_trains_a_model_that_transformers_loads(places, tmp_p
         [json.loads(each)["loss"] for each in path.read_text().splitlines()]
         for path in sorted(tmp_path.glob("out-*/checkpoints/*/metrics.jsonl"))
     ]
-    replicas, shards, cut, parts = figures
+    replicas, shards, cut, stages, parts = figures
     assert len(replicas) == 20
     assert replicas[-1] < replicas[0] - 0.5
     assert shards == pytest.approx(replicas, rel=1e-5)
     assert cut == pytest.approx(replicas, rel=1e-5)
+    assert stages == pytest.approx(replicas, rel=1e-5)
     assert parts == pytest.approx(replicas, rel=1e-5)
 
 
@@ -108,7 +110,7 @@ def test_what_the_page_says_trains_a_model_that_transformers_loads(places, tmp_p
     ("more", "words"),
     [
         ("--ranks 4 --set training.mesh.tp=4", "does not divide the key-value heads"),
-        ("--set training.mesh.pp=2", "models of transformers are not cut into stages"),
+        ("--ranks 3 --set training.mesh.pp=3", "more stages than layers"),
         ("--set training.synchrony.kind=local-sgd", "every-step"),
         ("--set training.lora.target_modules=nope", "no layer to adapt has this name: got nope"),
         ("--set training.lora.r=0", "got training.lora.r = 0"),

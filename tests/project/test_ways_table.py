@@ -32,6 +32,9 @@ MESHES = {
     "DDP × CP": "DDP x CP",
     "FSDP2 × CP": "FSDP2 x CP",
     "PP": "PP",
+    "DDP × PP": "DDP x PP",
+    "FSDP2 × PP": "FSDP2 x PP",
+    "PP × TP": "PP x TP",
 }
 Cell = tuple[str, str, str]  # way, family, mesh
 
@@ -46,9 +49,9 @@ def proven() -> dict[Cell, str]:
             if when == "every run" and kind in kinds_of(FOUR):
                 run |= dict.fromkeys(ways_of(FOUR, kind), "nightly")
             for mesh, name in MESHES.items():
-                refused = "pairs" if kind == DPO else "stages"
+                refused = "pairs"
                 if kind in ADAPTERS:
-                    refused = "own" if family == OWN and mesh != "PP" else "adapters"
+                    refused = "own" if family == OWN and "PP" not in mesh else "adapters"
                 cell = f"[{run[name]}][{link}]" if name in run else f"[refused][{refused}]"
                 cells[way, family, mesh] = cell
     return cells

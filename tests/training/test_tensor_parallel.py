@@ -1,4 +1,5 @@
-"""Tensor parallelism of models of transformers through `paceline train`: resumed and continued."""
+"""Cut models of transformers (by matrices, into stages) through `paceline train`: resumed and
+continued."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ __all__ = ["text"]  # a fixture
 pytestmark = pytest.mark.nightly  # each trains several times
 TP = ("--ranks", "2", "--set", "training.mesh.tp=2")
 FOUR = ("--ranks", "4", "--set", "training.mesh.tp=2", "--set", "training.mesh.shard=2")
+STAGES = ("--ranks", "2", "--set", "training.mesh.pp=2")
 OFTEN = ("--set", "training.checkpoints.every_steps=4", "--set", "training.checkpoints.keep=9")
 JUDGED = ("--set", "training.evaluate_every_steps=6")
 
@@ -32,10 +34,11 @@ def held_out(output: Path, job: str) -> dict[int, float]:
     return {row["step"]: row["held_out_loss"] for row in rows if "held_out_loss" in row}
 
 
+@pytest.mark.parametrize("cut", [FOUR, STAGES], ids=["matrices", "stages"])
 def test_a_resumed_training_has_the_bits_of_an_uninterrupted_one(
-    text: Path, model: Path, tmp_path: Path
+    text: Path, model: Path, tmp_path: Path, cut: tuple[str, ...]
 ) -> None:
-    asked = ("--model", str(model), *OFTEN, *JUDGED, *FOUR)
+    asked = ("--model", str(model), *OFTEN, *JUDGED, *cut)
     whole, _ = train(text, tmp_path / "whole", "--steps", "12", *asked)
     at_once = losses(tmp_path / "whole", whole["job_id"])
     job = tmp_path / "whole" / "checkpoints" / whole["job_id"]

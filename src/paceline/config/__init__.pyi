@@ -52,6 +52,7 @@ from .runtime import (
     this_node as this_node,
 )
 from .settings import (
+    PREFERENCE_ACCURACY as PREFERENCE_ACCURACY,
     AcceleratorSettings as AcceleratorSettings,
     ControlSettings as ControlSettings,
     EvaluationSettings as EvaluationSettings,

@@ -243,6 +243,9 @@ class MetricSettings(Settings):
 
 
 MetricName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")]
+# Paceline's own, of pairs of answers: the share of which the chosen one is the more likely.
+PREFERENCE_ACCURACY = "preference_accuracy"
+_PREFERENCE = MetricSettings(code_ref="paceline", higher_is_better=True)
 
 
 class EvaluationSettings(Settings):
@@ -277,6 +280,17 @@ class EvaluationSettings(Settings):
     # or as many as hold its float32 weights, where one node does not.
     ranks: int = Field(default=0, ge=0)
     tp: int = Field(default=1, ge=1)  # parts of each matrix, of these ranks
+
+    @field_validator("metrics")
+    @classmethod
+    def _named_otherwise(cls, found: dict[str, MetricSettings]) -> dict[str, MetricSettings]:
+        if PREFERENCE_ACCURACY in found:
+            raise ValueError(f"{PREFERENCE_ACCURACY} is computed of pairs: choose another name")
+        return found
+
+    def metrics_of(self, *, pairs: bool) -> dict[str, MetricSettings]:
+        """Return the metrics that are computed, by name; ``pairs``: of pairs of answers."""
+        return self.metrics | ({PREFERENCE_ACCURACY: _PREFERENCE} if pairs else {})
 
 
 # "directory" (each of the report's slices by directory), or one of them: "directory: src"; so for

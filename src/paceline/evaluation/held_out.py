@@ -40,6 +40,7 @@ class HeldOutDocument:
     text: bytes
     size: int
     conversation: Conversation | None = None  # ``text`` is what assistants say in it
+    rejected: Conversation | None = None  # beside it, of a pair of answers
 
 
 def choose_prefixes(
@@ -72,7 +73,7 @@ def choose_conversations(documents: Iterable[Document], budget_bytes: int) -> li
     if not chosen:
         raise InvalidSnapshot("nothing is held out", got="no text", wanted="a held-out split")
     return [
-        HeldOutDocument(each.path, each.text, len(each.text), each.conversation)
+        HeldOutDocument(each.path, each.text, len(each.text), each.conversation, each.rejected)
         for each in sorted(chosen, key=lambda each: each.path)
     ]
 
@@ -150,7 +151,7 @@ def slice_rows(
     """
     sizes = np.array([len(each.text) for each in documents], dtype=np.float64)
     rows: list[dict[str, object]] = []
-    for kind, name, members in _slices(documents, most_values):
+    for kind, name, members in slices_of(documents, most_values):
         row = _row(kind, name, members, bits, documents)
         row["difference_to"] = {
             other: resampled((bits[WATCHED] - bits[other])[members], sizes[members]).model_dump()
@@ -195,7 +196,7 @@ def _by_size(documents: Sequence[HeldOutDocument]) -> Iterable[tuple[str, list[i
             yield f"{first} to {last} bytes", members
 
 
-def _slices(
+def slices_of(
     documents: Sequence[HeldOutDocument], most: int
 ) -> Iterable[tuple[str, str, list[int]]]:
     """Yield each slice's kind, name and documents: by size, and by the directories of their names:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.schemas import (
     EvaluationReport,
@@ -72,6 +72,7 @@ def as_markdown(report: EvaluationReport) -> str:
     lines += _tasks(report)
     lines += _metrics(report)
     lines += _slices(report)
+    lines += _metric_slices(report)
     return "\n".join(lines) + "\n"
 
 
@@ -277,6 +278,19 @@ def _slices(report: EvaluationReport) -> list[str]:
             f"{figures} |{f' {_slice_gain(row, other)} |' if other else ''}"
         )
     return lines
+
+
+def _metric_slices(report: EvaluationReport) -> list[str]:
+    rows = [
+        f"| {each.metric}, {_direction(each)} | {_cell(row['slice'])}: {_cell(row['name'])} | "
+        f"{row['documents']} | {_cell(name)} | {_show(Interval.model_validate(figure))} | "
+        f"{_slice_gain(row, name)} |"
+        for each in report.metrics
+        for row in map(dict[str, Any], each.slices)
+        for name, figure in row["scores"].items()
+    ]
+    head = ["", "| metric | slice | documents | model | mean | candidate − model |"]
+    return [*head, "|---|---|---:|---|---|---|", *rows] if rows else []
 
 
 def _slice_gain(row: dict[str, object], other: str) -> str:

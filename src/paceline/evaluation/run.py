@@ -29,7 +29,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from paceline.config import EvaluationSettings, Runtime, load_runtime, this_node
+from paceline.config import (
+    PREFERENCE_ACCURACY,
+    EvaluationSettings,
+    Runtime,
+    load_runtime,
+    this_node,
+)
 from paceline.data import (
     Snapshot,
     Tokenizer,
@@ -39,7 +45,7 @@ from paceline.data import (
     tokenizer_of,
 )
 from paceline.errors import CorruptData, InvalidInput, PacelineError, PermanentError, SourceMissing
-from paceline.evaluation.gate import TRAINING_DATA
+from paceline.evaluation.gate import METRIC, TRAINING_DATA
 from paceline.evaluation.held_out import (
     HeldOutDocument,
     choose_conversations,
@@ -131,7 +137,11 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
         )
         if tasks:
             report = _with_tasks(report, spec, models, tasks, scratch, allowed)
-        if spec.settings.metrics:
+        on_ranks = spec.mesh.ranks_per_replica > 1 and not spec.settings.metrics
+        if on_ranks and snapshot.is_paired:
+            why = {METRIC.format(PREFERENCE_ACCURACY): "no process holds the model whole"}
+            report = report.model_copy(update={"failures": report.failures | why})
+        elif not on_ranks:
             report = with_metrics(
                 report,
                 models,
@@ -296,8 +306,6 @@ def compare(
         tokenizer=tokenizer,
         allowed=allowed,
     )
-    if not settings.metrics:
-        return report
     allowed = allowed or AllowedCode((), cache_dir / "code")
     return with_metrics(report, models, held_out, settings, allowed, tokenizer)
 

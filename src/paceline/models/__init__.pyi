@@ -41,7 +41,11 @@ from .files import (
     weight_files as weight_files,
     weights_digest as weights_digest,
 )
-from .pretrained import Pretrained as Pretrained
+from .pretrained import (
+    OtherStage as OtherStage,
+    Pretrained as Pretrained,
+    cut_stage as cut_stage,
+)
 from .program import exported as exported, write_program as write_program
 from .tensor_files import (
     fill as fill,

@@ -13,7 +13,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,7 @@ class Pretrained:
         """Return the model without values (on the meta device).
 
         ``forward(tokens_BT, positions_BT, documents_BT, cache)`` returns logits_BTV, and
-        ``new_cache()`` a cache of keys and values, as ours do.
+        ``new_cache()`` a cache of keys and values, as ours do; ``cut_stage`` makes it a stage.
         """
         return _build(self.config)
 
@@ -363,16 +363,17 @@ def _with_documents(kind: type[Any]) -> type[Any]:
             mask = document_masks(self.config, documents_BT)
             if any(each in repr(self.config.rope_parameters) for each in BY_LENGTH):
                 positions_BT = positions_in_pieces(documents_BT)
-        outputs = kind.forward(
-            self,
-            input_ids=tokens_BT,
+        # The parts around the head, as caps of logits, are of the class: not of other stages.
+        run = partial(kind.forward, self) if self.has_head else self.base_model
+        outputs = run(
+            **{"input_ids" if self.has_embedding else "inputs_embeds": tokens_BT},
             position_ids=positions_BT,
             attention_mask=mask,
             past_key_values=cache,
             use_cache=cache is not None,
         )
-        logits_BTV: Tensor = outputs.logits
-        return logits_BTV
+        found: Tensor = outputs.logits if self.has_head else outputs.last_hidden_state
+        return found
 
     def new_cache(self: Any) -> Any:
         from transformers import DynamicCache
@@ -380,7 +381,39 @@ def _with_documents(kind: type[Any]) -> type[Any]:
         return DynamicCache(config=self.config)
 
     added = {"forward": forward, "new_cache": new_cache, "__module__": kind.__module__}
+    added |= {"has_embedding": True, "has_head": True}
     return type(kind.__name__, (kind,), added)
+
+
+class OtherStage(nn.Module):
+    """In the place of a part that another pipeline stage has: returns what it is given."""
+
+    def forward(self, x_BTD: Tensor, *_: Any, **__: Any) -> Tensor:
+        return x_BTD
+
+
+def cut_stage(model: Any, layers: range, *, embedding: bool, head: bool) -> None:
+    """Leave of ``model``, built here, what one pipeline stage needs, in place, under the same
+    names; it then takes and returns what a stage of ours does.
+
+    What runs before and after the layers, the family's plan for pipelines says. Tied weights are
+    in the first and in the last stage.
+    """
+    base = model.base_model
+    parts = list(model.config.base_model_pp_plan)
+    at = parts.index("layers")
+    tied = base.get_input_embeddings() if head and model.all_tied_weights_keys else None
+    for name in [] if embedding else parts[:at]:
+        if getattr(base, name) is not tied:
+            setattr(base, name, OtherStage())
+    for number in set(range(len(base.layers))) - set(layers):
+        base.layers[number] = OtherStage()
+    if not head:
+        for name in parts[at + 1 :]:
+            setattr(base, name, OtherStage())
+        model.set_output_embeddings(OtherStage())
+        model._tied_weights_keys, model.all_tied_weights_keys = None, {}
+    model.has_embedding, model.has_head = embedding, head
 
 
 def positions_in_pieces(documents_BT: Tensor) -> Tensor:

@@ -19,8 +19,7 @@ from paceline.schemas.records import Approval
 
 class TaskSize(Record):
     """Sizes that the base does not say itself (a ``code_ref``, a model of transformers): the
-    profile's model at the start of the job.
-    """
+    profile's model at the start of the job."""
 
     context: int = Field(ge=1)  # tokens per row
     parameters: int | None = Field(default=None, ge=1)  # of the model that a ``code_ref`` makes
@@ -375,13 +374,14 @@ class TaskScore(_Compared):
 
 
 class MetricScore(_Compared):
-    """A metric of user code: the mean of its figures, one a document."""
+    """A metric: the mean of its figures, one a document."""
 
     metric: str
-    code_ref: str
+    code_ref: str  # of user code; "paceline": ``preference_accuracy``
     higher_is_better: bool
     documents: int
     scores: dict[str, Interval]  # by model
+    slices: tuple[dict[str, object], ...] = Field(default=(), exclude_if=is_empty)  # as a report's
 
 
 class TaskOverlap(Record):

@@ -69,11 +69,24 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2 x CP": (4, {"mesh": {"shard": 2, "cp": 2}}),
     "CP x TP": (4, {"mesh": {"cp": 2, "tp": 2}}),
     "PP": (2, {"mesh": {"pp": 2}}),
+    "PP, gpipe, recomputed": (
+        2,
+        {"mesh": {"pp": 2, "schedule": "gpipe"}, "activation_checkpointing": True},
+    ),
+    "DDP x PP": (4, {"mesh": {"dp": 2, "pp": 2}}),
+    "FSDP2 x PP": (4, {"mesh": {"shard": 2, "pp": 2}}),
+    "PP x TP": (4, {"mesh": {"pp": 2, "tp": 2}}),
 }
 OWN = "own"  # our transformer
 EVERY_WAY = "llama"  # also recomputed, and exported from each mesh
 RECOMPUTED = {
-    "": ("recomputed", "FSDP2, recomputed", "TP, recomputed", "CP, recomputed"),
+    "": (
+        "recomputed",
+        "FSDP2, recomputed",
+        "TP, recomputed",
+        "CP, recomputed",
+        "PP, gpipe, recomputed",
+    ),
     "LoRA": ("FSDP2, recomputed",),
 }
 SFT, DPO = "SFT", "DPO"  # what all weights learn from: conversations, preferences
@@ -82,7 +95,10 @@ BF16 = "llama-bf16"
 FOUR = "llama-four"  # llama on four ranks
 FEW_WAYS = {
     BF16: ["FSDP2"],
-    FOUR: ["DDP x TP", "FSDP2 x TP", "DDP x CP", "FSDP2 x CP", "CP x TP"],
+    FOUR: [
+        *("DDP x TP", "FSDP2 x TP", "DDP x CP", "FSDP2 x CP", "CP x TP"),
+        *("DDP x PP", "FSDP2 x PP", "PP x TP"),
+    ],
 }
 SHARDED_FILES = ("qwen3", "gemma2")  # written by transformers in several files
 
@@ -96,13 +112,15 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 def ways_of(family: str, adapters: str = "") -> list[str]:
     """Return the ways in which ``family`` is trained; DoRA and DPO need whole matrices, and so do
-    adapters of our transformer, which alone is cut into stages.
+    adapters of our transformer; adapters and DPO are not cut into stages.
 
     Blocks are recomputed for one family: nothing in it depends on the family.
     """
     if family in FEW_WAYS:
         whole = adapters in ("DoRA", DPO)
-        return [way for way in FEW_WAYS[family] if not (whole and "TP" in way)]
+        stages = adapters in ("", SFT)
+        ways = [way for way in FEW_WAYS[family] if stages or "PP" not in way]
+        return [way for way in ways if not (whole and "TP" in way)]
     recomputed = RECOMPUTED.get(adapters, ()) if family == EVERY_WAY else ()
     return [
         way
@@ -111,7 +129,7 @@ def ways_of(family: str, adapters: str = "") -> list[str]:
         and way != "CP x TP"  # of two key-value heads
         and not (adapters in ("DoRA", DPO) and "TP" in way)
         and not (family == OWN and adapters in ADAPTERS and "TP" in way)
-        and (way != "PP" or (family == OWN and adapters in ("", SFT)))
+        and ("PP" not in way or adapters in ("", SFT))
         and ("recomputed" not in way or way in recomputed)
     ]
 
@@ -127,7 +145,8 @@ def exported_of(family: str, adapters: str = "") -> list[str]:
     """Return the ways whose model is exported: the last of the family's, of ``EVERY_WAY`` more."""
     if family == OWN or adapters in (SFT, DPO):
         return []
-    ways = [each for each in ways_of(family, adapters) if each in ("FSDP2", "TP", "FSDP2 x TP")]
+    wanted = ("FSDP2", "TP", "FSDP2 x TP", "PP", "FSDP2 x PP")
+    ways = [each for each in ways_of(family, adapters) if each in wanted]
     return ways if family == EVERY_WAY else ways[-1:]
 
 
@@ -195,10 +214,24 @@ def trained(
             full = each.full_tensor() if isinstance(each, DTensor) else each
             weights[name] = digest(full.to(pretrained.dtype))
         export(TrainState(parallel, optimizer, group), None, into, pretrained=pretrained)
-        module.eval()
-        answer["logits"] = look(module)
+        if mesh.spec.pp == 1:
+            module.eval()
+            answer["logits"] = look(module)
+        else:
+            weights = with_other_stages(weights, world)
         answer["weights"] = weights
     return answer
+
+
+def with_other_stages(weights: dict[str, str], world: int) -> dict[str, str]:
+    """Add what other ranks hold: both ends of tied weights must be equal."""
+    found: list[Any] = [None] * world
+    dist.all_gather_object(found, weights)
+    whole: dict[str, str] = {}
+    for each in found:
+        assert all(whole.get(name, value) == value for name, value in each.items())
+        whole |= each
+    return whole
 
 
 def lesson(batch: Batch, kind: str) -> Batch:

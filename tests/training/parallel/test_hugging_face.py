@@ -118,6 +118,8 @@ def test_a_rank_reads_only_its_share_of_the_weights(answers) -> None:
             assert ranks[job.replace("DDP", "CP")]["read"] == shares["read"], job
             cut = ranks[job.replace("DDP", "TP")]  # norms are whole
             assert cut["read"] == pytest.approx(whole["read"] / 2, rel=0.02), job
+            staged = ranks[job.replace("DDP", "PP")]  # a layer of two and a whole embedding
+            assert staged["read"] < whole["read"] * 0.66, job
             if both := ranks.get(job.replace("DDP", "FSDP2 x TP")):
                 assert both["read"] == pytest.approx(whole["read"] / 4, rel=0.02), job
 
@@ -157,7 +159,8 @@ def test_transformers_loads_an_export_bit_for_bit(answers) -> None:
             assert loaded["dtype"] == "torch.bfloat16"
         else:
             assert loaded["dtype"] == "torch.float32"
-            assert loaded["logits"] == pytest.approx(trained["logits"], abs=1e-5)
+            if "PP" not in name:  # no rank has all layers
+                assert loaded["logits"] == pytest.approx(trained["logits"], abs=1e-5)
 
 
 def test_peft_loads_what_was_trained(answers) -> None:

@@ -269,11 +269,12 @@ def test_a_job_is_refused_before_its_ranks_start(tmp_path) -> None:
     require_mesh(job(4, {"tp": 4}), "node-elsewhere")  # its disk is not here: the ranks will say
 
     of_transformers = {"model_type": "qwen2", "num_attention_heads": 6, "num_key_value_heads": 3}
+    of_transformers["num_hidden_layers"] = 1
     (directory / CONFIG_FILE).write_text(json.dumps(of_transformers))
     require_mesh(job(3, {"tp": 3}), "node-0")
     with pytest.raises(InvalidInput, match="key-value heads 3, tp 2"):
         require_mesh(job(2, {"tp": 2}), "node-0")
-    with pytest.raises(InvalidInput, match="not cut into stages"):
+    with pytest.raises(InvalidInput, match="more stages than layers"):
         require_mesh(job(2, {"pp": 2}), "node-0")
     with pytest.raises(InvalidInput, match="key-value heads 3, cp 2"):
         require_mesh(job(2, {"cp": 2}), "node-0")

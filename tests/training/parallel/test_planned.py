@@ -1,4 +1,4 @@
-"""Which models of transformers `tp` can cut: by plan, heads and sizes, before any rank starts."""
+"""Which models of transformers `tp` and `pp` can cut: by plan and sizes, before any rank starts."""
 
 from __future__ import annotations
 
@@ -67,6 +67,15 @@ def test_a_family_without_a_plan_that_torch_carries_out_is_refused(model: Any, n
     assert "training.mesh.shard" in raised.value.one_line()
 
 
+def test_a_family_without_a_plan_of_its_layers_is_not_cut_into_stages(tmp_path: Path) -> None:
+    found = Pretrained.open(write_model("llama", tmp_path))
+    require_planned(found, MeshSpec(pp=2))
+    found.config.base_model_pp_plan = None
+    with pytest.raises(InvalidInput, match="LlamaForCausalLM has no plan of its layers") as raised:
+        require_planned(found, MeshSpec(pp=2))
+    assert "training.mesh.shard" in raised.value.one_line()
+
+
 def test_tied_weights_that_a_plan_cuts_differently_are_refused(tmp_path: Path) -> None:
     model = Pretrained.open(write_model("qwen2", tmp_path)).empty
     styles_of(model)
@@ -86,7 +95,9 @@ def test_tied_weights_that_a_plan_cuts_differently_are_refused(tmp_path: Path) -
         ({"tp": 2}, {"vocab_size": 301}, "vocabulary 301, tp 2"),
         ({"tp": 2}, {"intermediate_size": 63}, "feed-forward width 63, tp 2"),
         ({"tp": 2}, {"attention_dropout": 0.1}, "attention_dropout 0.1, tp 2"),
-        ({"pp": 2}, {}, "models of transformers are not cut into stages"),
+        ({"pp": 3}, {}, "more stages than layers: got 2 layers, pp 3"),
+        ({"pp": 2}, {"hidden_dropout": 0.1}, "hidden_dropout 0.1, pp 2"),
+        ({"pp": 2}, {"rope_scaling": {"rope_type": "dynamic"}}, "rope_type dynamic, pp 2"),
         ({"cp": 4}, {}, "query heads 4, key-value heads 2, cp 4"),
         ({"cp": 2}, {"num_key_value_heads": 1}, "a cp that divides 1, at most 1"),
         ({"cp": 2}, {"hidden_dropout": 0.1}, "hidden_dropout 0.1, cp 2"),
@@ -108,7 +119,8 @@ def test_a_mesh_that_cannot_cut_the_sizes_of_a_config_is_refused(
     ("words", "changes", "named"),
     [
         (("mesh.tp=4", "ranks=4"), {}, "key-value heads 2, tp 4"),
-        (("mesh.pp=2", "ranks=2"), {}, "not cut into stages"),
+        (("mesh.pp=3", "ranks=3"), {}, "more stages than layers"),
+        (("mesh.pp=2", "ranks=2", "mesh.microbatches=1"), {}, "fewer microbatches than stages"),
         (("mesh.tp=2", "ranks=2"), {"attention_dropout": 0.1}, "attention_dropout 0.1"),
         (("mesh.cp=4", "ranks=4"), {}, "key-value heads 2, cp 4"),
     ],

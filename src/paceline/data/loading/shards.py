@@ -285,11 +285,15 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Document:
-    """One document: its path and text; of a conversation the text is what assistants say in it."""
+    """One document: its path and text; of a conversation the text is what assistants say in it.
+
+    Of a pair of answers ``conversation`` is the chosen one.
+    """
 
     path: str
     text: bytes
     conversation: Conversation | None = None
+    rejected: Conversation | None = None
 
 
 def documents(
@@ -308,18 +312,20 @@ def documents(
     the conversation with the chosen one. Raises CorruptData for a corrupt shard, InvalidInput where
     its samples have no text.
     """
+    import numpy as np
+
     taken = 0
     with ShardCache(snapshot, store, cache_dir) as cache:
         for _, samples in cache.opened(snapshot.of_split(split)):
             if isinstance(samples, CorruptData):
                 raise samples
             for i in range(len(samples)):
-                conversation = None
+                sides: list[Conversation] = []
                 if snapshot.is_masked and text_of is not None:
-                    tokens = samples.sides(i)[0]
-                    mask = samples.features(i)[LOSS_MASK][: len(tokens)]
-                    conversation = Conversation(tokens, mask)
-                    text = text_of(tokens[mask])
+                    tokens = samples.sides(i)
+                    masks = np.split(samples.features(i)[LOSS_MASK], [len(tokens[0])])
+                    sides = [Conversation(*each) for each in zip(tokens, masks, strict=False)]
+                    text = text_of(sides[0].tokens[sides[0].mask])
                 elif samples.keeps_text or text_of is None:
                     text = samples.text_bytes(i)
                 else:
@@ -327,4 +333,4 @@ def documents(
                 if max_bytes is not None and taken and taken + len(text) > max_bytes:
                     return
                 taken += len(text)
-                yield Document(samples.key(i), text, conversation)
+                yield Document(samples.key(i), text, *sides)

@@ -1,4 +1,5 @@
-"""Metrics of the user's own: a figure for each held-out document, by a function of pinned code.
+"""Metrics of a figure for each held-out document: those of the user's own, by a function of pinned
+code, and the preference accuracy of pairs of answers.
 
 The function runs in a process of its own; this one passes it samples (``MetricSample``), checks the
 figures, and compares models by them as by any other figure. Does not depend on what a metric means.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config import EvaluationSettings, MetricSettings
+from paceline.config import PREFERENCE_ACCURACY, EvaluationSettings, MetricSettings
 from paceline.data import Tokenizer
 from paceline.errors import InvalidInput, PermanentError
 from paceline.evaluation.gate import METRIC
 from paceline.evaluation.generation import generate
-from paceline.evaluation.held_out import HeldOutDocument, prefix
+from paceline.evaluation.held_out import HeldOutDocument, prefix, slices_of
 from paceline.evaluation.scoring import OnProgress, compared_means
 from paceline.evaluation.text_model import AllowedCode, TextModel
 from paceline.evaluation.transformer import token_figures
@@ -104,29 +106,35 @@ def with_metrics(
     known: Sequence[RecordedScore] = (),
     on_scored: Callable[[str, str, NDArray[np.float64]], None] = lambda *_: None,
 ) -> EvaluationReport:
-    """Return ``report`` with each of ``settings.metrics``, of every model that it has a score of.
+    """Return ``report`` with each of ``settings.metrics``, and of pairs with the preference
+    accuracy, of every model that it has a score of.
 
     ``known`` figures are not computed again; each new one is passed to ``on_scored`` (digest of the
     model's files, ``metric_digest``, figures). A metric that fails on one model has no figures, and
     an entry in ``failures``.
     """
+    if not (metrics := settings.metrics_of(pairs=_are_pairs(held_out))):
+        return report
     began = time.monotonic()
     done = {(each.subject, each.snapshot_digest): np.array(each.bits) for each in known}
-    figures: dict[str, dict[str, NDArray[np.float64]]] = {name: {} for name in settings.metrics}
+    figures: dict[str, dict[str, NDArray[np.float64]]] = {name: {} for name in metrics}
     failures: dict[str, str] = {}
     opened: dict[str, UserMetric] = {}
     scored = [name for name in models if report.score(name)]
     for number, model in enumerate(scored):
         subject = local_model_digest(models[model])
         outputs = _Outputs(models[model], held_out, tokenizer, allowed, settings.context)
-        for name, its in settings.metrics.items():
+        for name, its in metrics.items():
             key = subject, metric_digest(report.snapshot_digest, its)
             try:
                 if key not in done and name not in failures:
                     on_progress(number / len(scored), f"{model}: metric {name}")
-                    if name not in opened:
-                        opened[name] = UserMetric(name, its, allowed)
-                    done[key] = opened[name].of_all(outputs.samples(its.max_new_tokens))
+                    if name == PREFERENCE_ACCURACY:
+                        done[key] = outputs.prefers_chosen()
+                    else:
+                        if name not in opened:
+                            opened[name] = UserMetric(name, its, allowed)
+                        done[key] = opened[name].of_all(outputs.samples(its.max_new_tokens))
                     on_scored(*key, done[key])
             except PermanentError as error:
                 failures[name] = error.one_line()
@@ -138,8 +146,9 @@ def with_metrics(
             code_ref=its.code_ref,
             higher_is_better=its.higher_is_better,
             **compared_means(figures[name], settings),
+            slices=_slices(figures[name], held_out, settings),
         )
-        for name, its in settings.metrics.items()
+        for name, its in metrics.items()
         if name not in failures and scored
     )
     return report.model_copy(
@@ -150,6 +159,34 @@ def with_metrics(
             "seconds": report.seconds + time.monotonic() - began,
         }
     )
+
+
+def _slices(
+    figures: Mapping[str, NDArray[np.float64]],
+    held_out: Sequence[HeldOutDocument],
+    settings: EvaluationSettings,
+) -> tuple[dict[str, object], ...]:
+    """Return rows {slice, name, documents, scores, difference_to}, of the slices that bits per byte
+    have."""
+    rows = []
+    for kind, name, members in slices_of(held_out, settings.slice_values):
+        its = {model: figures_D[members] for model, figures_D in figures.items()}
+        rows.append({"slice": kind, "name": name, **_plain(compared_means(its, settings))})
+    return tuple(rows)
+
+
+def _plain(means: dict[str, Any]) -> dict[str, Any]:
+    """Return ``means`` with intervals as in JSON."""
+    return {
+        key: {name: its.model_dump() for name, its in found.items()}
+        if isinstance(found, dict)
+        else found
+        for key, found in means.items()
+    }
+
+
+def _are_pairs(held_out: Sequence[HeldOutDocument]) -> bool:
+    return all(each.rejected is not None for each in held_out)
 
 
 class _Outputs:
@@ -171,6 +208,17 @@ class _Outputs:
     @cached_property
     def _model(self) -> TextModel:
         return self._open()
+
+    def prefers_chosen(self) -> NDArray[np.float64]:
+        """Return 1.0 for each pair of which the chosen answer has the higher log-probability, else
+        0.0; raises as ``score_transformer``."""
+        rejected = [replace(each, conversation=each.rejected) for each in self._held_out]
+        chosen_P, rejected_P = (
+            np.array([log_probs_N.sum() for _, log_probs_N, _ in found])
+            for sides in (self._held_out, rejected)
+            for found in (token_figures(self._model, sides, self._tokenizer),)
+        )
+        return (chosen_P > rejected_P).astype(np.float64)
 
     def samples(self, max_new_tokens: int) -> list[MetricSample]:
         """Return a sample for each document; raises as ``score_transformer``."""

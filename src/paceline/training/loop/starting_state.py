@@ -5,6 +5,9 @@ Each part is verified against the digests in the job. Does not depend on process
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +28,15 @@ if TYPE_CHECKING:
     from torch import nn
 
     from paceline.data import PlannedStream, ShardCache, Snapshot
+    from paceline.manifest import Manifest
     from paceline.models import Adapters, ModelConfig, Pretrained
     from paceline.training.loop.optimizer import MakeOptimizer
     from paceline.training.loop.workload import Workload
 
 
 Split = Literal["train", "held-out"]
+VERIFIED = "base-verified.json"  # which files a rank of this node has verified, in which start
+START = ("MASTER_PORT", "PACELINE_ATTEMPT")  # of a launcher's ranks, in their environment
 
 
 @dataclass
@@ -248,16 +254,12 @@ def require_pretrained(
 
 
 def verified_base(node: Path, job: TrainJob) -> Path:
-    """Return the base model's directory in this node's store, after verifying every byte.
+    """Return the base model's directory in this node's store, after one rank of this node verified
+    every byte.
 
     Raises InvalidInput where it is missing or another model than the job's.
     """
-    from paceline.manifest import (
-        MANIFEST_FILE,
-        directory_name,
-        parse_manifest,
-        verify_directory,
-    )
+    from paceline.manifest import MANIFEST_FILE, directory_name, parse_manifest
 
     directory = node / "store/models" / directory_name(job.model_id) / job.version
     try:
@@ -277,8 +279,30 @@ def verified_base(node: Path, job: TrainJob) -> Path:
             wanted=job.manifest_digest,
             where=directory,
         )
-    verify_directory(directory, manifest)
+    _verify_once(directory, manifest, node / "work" / job.job_id / VERIFIED)
     return directory
+
+
+def _verify_once(directory: Path, manifest: Manifest, record: Path) -> None:
+    """Verify ``directory``, unless another rank of this start of the gang has since its files last
+    changed; one that is about to is waited for, as long as the launcher lets a start take."""
+    from paceline.manifest import verify_directory
+
+    start = [str(os.getppid()), *(os.environ.get(name, "") for name in START)]
+    stats = [each.lstat() for each in sorted(directory.rglob("*"))]
+    files = [(each.st_ino, each.st_size, each.st_mtime_ns) for each in stats]
+    verified = json.dumps([manifest.digest, start, files])
+    record.parent.mkdir(parents=True, exist_ok=True)
+    with record.open("a+") as file:
+        with contextlib.suppress(OSError):  # without locks each rank verifies
+            fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        if file.read() != verified:
+            verify_directory(directory, manifest)
+            with contextlib.suppress(OSError):  # a full disk: the next rank verifies, too
+                file.truncate(0)
+                file.write(verified)
+                file.flush()
 
 
 def require_model(source: Path, code_ref: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.models import exclude_from_compilation
+from paceline.models import OtherStage, exclude_from_compilation
 from paceline.training.loop import Inputs, LossSums
 
 
@@ -71,7 +71,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            found += child.children()
+            found += [each for each in child.children() if not isinstance(each, OtherStage)]
         else:
             found += blocks_of(child)
     return found

@@ -100,7 +100,15 @@ def require_layout(
     if config is not None and spec.tp > 1:
         _require_tensor(spec, settings, config, data)
     if config is not None and spec.pp > 1:
-        _require_pipeline(spec, settings, config)
+        _require_layers(spec, config.num_hidden_layers)
+    count = microbatches_of(spec, settings)
+    if settings.mesh.schedule == "1f1b" and count < spec.pp:
+        raise _refused(
+            "fewer microbatches than stages",
+            got=f"{count} microbatches, pp {spec.pp}",
+            wanted=f"at least {spec.pp}",
+            do="Raise training.mesh.microbatches, or use the schedule gpipe.",
+        )
 
 
 def require_uncut(spec: MeshSpec, model: str) -> None:
@@ -132,15 +140,12 @@ def require_cuttable(spec: MeshSpec, config: Mapping[str, Any]) -> None:
 
     Whether the family has a plan is known to ``require_planned``, which needs torch.
     """
-    if spec.pp > 1:
-        raise _refused(
-            "models of transformers are not cut into stages",
-            got=f"mesh {spec}, model_type {config.get('model_type')}",
-            wanted="pp 1",
-            do="Use shard or tp instead of pp.",
-        )
+    if spec.pp > 1 and isinstance(layers := config.get("num_hidden_layers"), int):
+        _require_layers(spec, layers)
+    if spec.cp * spec.pp > 1:
+        _require_fixed(spec, config)
     if spec.cp > 1:
-        _require_whole_rows(spec, config)
+        _require_heads(spec, config)
     if spec.tp == 1:
         return
     _require_divisible("tp", spec.tp, _sizes(config))
@@ -264,20 +269,21 @@ def _require_row_parts(spec: MeshSpec, settings: TrainingSettings) -> None:
         )
 
 
-def _require_whole_rows(spec: MeshSpec, config: Mapping[str, Any]) -> None:
-    """Raise InvalidInput where parts of rows would not give what whole ones do: frequencies that
-    follow the length of what a rank has, and dropout, of which ranks would drop the same."""
+def _require_fixed(spec: MeshSpec, config: Mapping[str, Any]) -> None:
+    """Raise InvalidInput where parts of rows, or microbatches, would not give what a whole batch
+    does: frequencies that follow the length of what is computed, and dropout (ranks of a row would
+    drop the same; stages draw anew after a resume, in a trial run)."""
     rope = repr(config.get("rope_parameters") or config.get("rope_scaling"))
     odd = [f"rope_type {name}" for name in BY_LENGTH if repr(name) in rope]
     odd += [f"{name} {each}" for name in DROPOUTS if (each := config.get(name))]
+    axes = {"cp": spec.cp, "pp": spec.pp}
     if odd:
         raise _refused(
-            "the model needs whole rows on each rank",
-            got=f"{', '.join(odd)}, cp {spec.cp}",
-            wanted=f"no dropout, and no rope_type of {', '.join(BY_LENGTH)}; or cp 1",
-            do="Use training.mesh.shard instead of training.mesh.cp.",
+            "the model needs whole batches on each rank",
+            got=", ".join([*odd, *(f"{name} {n}" for name, n in axes.items() if n > 1)]),
+            wanted=f"no dropout, and no rope_type of {', '.join(BY_LENGTH)}; or cp 1 and pp 1",
+            do="Use training.mesh.shard instead of training.mesh.cp and training.mesh.pp.",
         )
-    _require_heads(spec, config)
 
 
 def _require_heads(spec: MeshSpec, config: Mapping[str, Any]) -> None:
@@ -318,22 +324,13 @@ def _require_divisible(axis: str, parts: int, sizes: Mapping[str, int]) -> None:
             )
 
 
-def _require_pipeline(spec: MeshSpec, settings: TrainingSettings, config: ModelConfig) -> None:
-    mesh = settings.mesh
-    if config.num_hidden_layers < spec.pp:
+def _require_layers(spec: MeshSpec, layers: int) -> None:
+    if layers < spec.pp:
         raise _refused(
             "more stages than layers",
-            got=f"{config.num_hidden_layers} layers, pp {spec.pp}",
+            got=f"{layers} layers, pp {spec.pp}",
             wanted=f"at least {spec.pp} layers",
             do="Use a smaller training.mesh.pp, or a deeper model.",
-        )
-    count = microbatches_of(spec, settings)
-    if mesh.schedule == "1f1b" and count < spec.pp:
-        raise _refused(
-            "fewer microbatches than stages",
-            got=f"{count} microbatches, pp {spec.pp}",
-            wanted=f"at least {spec.pp}",
-            do="Raise training.mesh.microbatches, or use the schedule gpipe.",
         )
 
 

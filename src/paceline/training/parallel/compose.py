@@ -24,7 +24,7 @@ from paceline.training.parallel.base import Parallel, compile_blocks, recompute_
 from paceline.training.parallel.checks import require_layout, require_uncut
 from paceline.training.parallel.data_parallel import CompressionMemory, SentBytes, replicate
 from paceline.training.parallel.mesh import Mesh
-from paceline.training.parallel.pipeline import Pipelined, drop_children, stage_of
+from paceline.training.parallel.pipeline import Pipelined, stage_of
 from paceline.training.parallel.sharded import shard
 from paceline.training.parallel.tensor import HasPlan, cut_planned
 
@@ -198,16 +198,14 @@ def parallelise(
         require_layout(spec, settings, model.config)
     else:
         require_layout(spec, settings, None)
-        if spec.pp > 1 or not isinstance(model, HasPlan):
+        if not isinstance(model, HasPlan):
             require_uncut(spec, type(model).__name__)
     model = model.to(master_dtype(settings))
     if not _is_meta(model):
         model = model.to(mesh.device_type)
     part = model
     if spec.pp > 1:
-        assert isinstance(model, Transformer)
         part = stage_of(model, mesh)
-        drop_children(model)
     spread = spec.weight_shards > 1 or (spec.dp > 1 and spec.tp * spec.pp > 1)
     if spec.tp > 1 and isinstance(part, Transformer):
         tensor.cut_matrices(part, mesh, sequence=settings.mesh.sequence_parallel)
@@ -228,7 +226,6 @@ def parallelise(
         if isinstance(part, HasPlan):  # now separate, and the optimizer comes next
             part.tie_weights()
     if spec.pp > 1:
-        assert isinstance(part, Transformer)
         return Pipelined(part, mesh, settings, workload)
     sent = SentBytes()
     if spec.dp == 1 or spread or is_frozen:

@@ -16,37 +16,35 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from paceline.config import TrainingSettings
-from paceline.models import Transformer
+from paceline.models import Transformer, cut_stage
 from paceline.training.checkpoint import local_of
 from paceline.training.loop import Inputs, LossSums, Workload
 from paceline.training.parallel import clipping, sharded, tensor
 from paceline.training.parallel.checks import layers_of, microbatches_of
 from paceline.training.parallel.mesh import Mesh
 
-TIED = "model.embed_tokens.weight"
 SCHEDULES_KEPT = 8  # batch shapes with a cached schedule; each new one costs a trial run
 
 
-def stage_of(model: Transformer, mesh: Mesh) -> Transformer:
-    """Return this rank's stage of ``model``; it shares its weights."""
-    return model.stage(
-        layers_of(mesh.stage, mesh.spec.pp, model.config.num_hidden_layers),
-        embedding=mesh.first_stage,
-        head=mesh.last_stage,
-    )
-
-
-def drop_children(model: nn.Module) -> None:
-    """Remove all parts of ``model``, so that a reference to it keeps no other rank's layers."""
+def stage_of(model: Any, mesh: Mesh) -> Any:
+    """Return this rank's stage of ``model``, ours or of transformers, and consume the model: a
+    reference to it keeps no other rank's layers."""
+    layers = layers_of(mesh.stage, mesh.spec.pp, model.config.num_hidden_layers)
+    ends = {"embedding": mesh.first_stage, "head": mesh.last_stage}
+    if not isinstance(model, Transformer):
+        cut_stage(model, layers, **ends)
+        return model
+    part = model.stage(layers, **ends)
     for name in [name for name, _ in model.named_children()]:
         delattr(model, name)
+    return part
 
 
 class Pipelined:
     """A ``Parallel`` whose rank runs one stage; all parts of a batch form one schedule."""
 
     def __init__(
-        self, part: Transformer, mesh: Mesh, settings: TrainingSettings, workload: Workload
+        self, part: Any, mesh: Mesh, settings: TrainingSettings, workload: Workload
     ) -> None:
         self.modules: Sequence[nn.Module] = (part,)
         self.data_rank, self.data_world = mesh.data_rank, mesh.data_world
@@ -176,7 +174,11 @@ class Pipelined:
         ends = self._mesh.first_stage or self._mesh.last_stage
         if not ends or not self._config.tie_word_embeddings:
             return None
-        return self.modules[0].get_parameter(TIED)
+        part: Any = self.modules[0]
+        ours = isinstance(part, Transformer)
+        embedding = part.model.embed_tokens if ours else part.get_input_embeddings()
+        found: nn.Parameter = embedding.weight
+        return found
 
     def _add_tied(self) -> None:
         """Add both ends' gradients of the tied embedding: a + b = b + a, so both stay equal."""

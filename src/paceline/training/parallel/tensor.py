@@ -152,6 +152,14 @@ _ADAPTERS: dict[str, ParallelStyle] = {
 def require_planned(pretrained: Pretrained, spec: MeshSpec) -> None:
     """Raise InvalidInput unless ``spec`` can cut ``pretrained``; call it before ranks start."""
     require_cuttable(spec, pretrained.config.to_dict())
+    if spec.pp > 1 and "layers" not in (pretrained.config.base_model_pp_plan or {}):
+        raise InvalidInput(
+            "the model's family cannot be cut into stages",
+            got=f"{type(pretrained.empty).__name__} has no plan of its layers",
+            wanted="a family with a pipeline plan",
+            where="training.mesh",
+            do="Use training.mesh.shard instead of training.mesh.pp.",
+        )
     if spec.tp > 1:
         styles_of(pretrained.empty)
 
