@@ -390,9 +390,7 @@ def _require_base(spec: SubmitJob, runtime: Runtime, snapshot: Snapshot) -> None
     try:
         check_base(url, store, profile.training, profile.model.context, snapshot, builds=False)
     except PermanentError as error:  # CorruptData and SourceMissing, too: it is this request
-        raise InvalidInput(
-            error.what, got=error.got, wanted=error.wanted, where=error.where, do=error.do
-        ) from error
+        raise error.as_kind(InvalidInput) from error
 
 
 def _require_snapshot(
