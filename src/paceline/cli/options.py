@@ -272,6 +272,17 @@ def print_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
             click.echo(f"  {name:<10} {value}".rstrip())
 
 
+def show_table(
+    answer: BaseModel, as_json: bool, names: Sequence[str], rows: Sequence[Sequence[str]]
+) -> int:
+    """Print ``answer`` as one JSON object, or ``rows`` as a table for a person."""
+    if as_json:
+        click.echo(answer.model_dump_json())
+    else:
+        print_table(names, rows)
+    return 0
+
+
 def notice(line: str, mark: str = "! ") -> None:
     """Print what a person should know on standard error, without disturbing the result."""
     click.echo(f"{mark}{line}", err=True)
@@ -449,10 +460,7 @@ def parsed(parse: Callable[[str], T]) -> Callable[[click.Context, click.Paramete
         try:
             return parse(value)
         except InvalidInput as error:
-            option = parameter.opts[0]
-            raise InvalidInput(
-                error.what, got=error.got, wanted=error.wanted, where=option
-            ) from error
+            raise error.as_kind(InvalidInput, where=parameter.opts[0]) from error
 
     return callback
 
