@@ -115,6 +115,17 @@ def gang_options(command: F) -> F:
     return cast(F, wrapped)
 
 
+def with_options(
+    options: Sequence[Callable[[Callable[..., Any]], Callable[..., Any]]],
+) -> Callable[[F], F]:
+    """Return the decorator that adds ``options`` to a command, the first of them first."""
+
+    def add(command: F) -> F:
+        return cast(F, functools.reduce(lambda made, each: each(made), reversed(options), command))
+
+    return add
+
+
 def show(answer: BaseModel | Mapping[str, Any], as_json: bool, *lines: str) -> None:
     """Print ``answer`` as one JSON object, or ``lines`` for a person."""
     if not as_json:
@@ -408,6 +419,24 @@ def ends_in_order() -> Iterator[None]:
 
     with handling(end, signal.SIGTERM, signal.SIGHUP):
         yield
+
+
+@contextmanager
+def every(seconds: float, report: Callable[[], None]) -> Iterator[None]:
+    """Within the ``with``, call ``report`` every ``seconds`` in a thread of its own."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.wait(seconds):
+            report()
+
+    thread = threading.Thread(target=run, name="report", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def say_only_defects() -> None:
