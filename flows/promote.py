@@ -12,6 +12,7 @@ from paceline.tasks._support import approval, sealed
 from paceline.tasks._support.declaring import Approver, ModelId, Reference, Report, about, declared
 from paceline.tasks._support.lineage import recorded
 from paceline.tasks._support.run import Run
+from paceline.tasks.package import package_candidate
 from paceline.tasks.prepare import snapshot_reference
 from paceline.tasks.publish import published_url
 
@@ -56,7 +57,7 @@ def promote_model(
         base_url = published_url(run, model_id, evaluation.base_version)
         base = distribute.fetch_model_manifest(run, base_url)
         snapshot = snapshot_reference(run, evaluation.snapshot_url)
-        packaged = promote.package_candidate(run, base, result, evaluation).output
+        packaged = package_candidate(run, base, result, evaluation).output
         lineage = promote.lineage_of(run, base, result, snapshot, packaged["manifest_digest"])
         decision = promote.gate(run, base, evaluation, lineage)
         evidence = promote.bundle(

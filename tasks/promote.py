@@ -7,22 +7,19 @@ bytes (docs/decisions/0021-registry-and-gate.md).
 
 from __future__ import annotations
 
-import shutil
 import time
-from pathlib import Path
 from typing import Any
 
 from prefect.transactions import Transaction, get_transaction
 
-from paceline.errors import Conflict, CorruptData, GateRefused, NotFound, SourceMissing
-from paceline.evaluation import CARD_FILE, EXAM, EXCEPTED, MAX_CARD_BYTES, decide, model_card
+from paceline.errors import Conflict, CorruptData, GateRefused, NotFound
+from paceline.evaluation import CARD_FILE, EXAM, EXCEPTED, decide
 from paceline.manifest import (
     Manifest,
     build_manifest,
     fetch_manifest,
     publish_model,
 )
-from paceline.models import PROGRAM_FILE, file_sha256, is_pretrained
 from paceline.registry import MLMODEL_FILE, gate_metrics, mlmodel, resolve_source
 from paceline.schemas import (
     Evaluation,
@@ -31,16 +28,14 @@ from paceline.schemas import (
     Restored,
     TrainResult,
     canonical_json,
-    digest_of,
 )
 from paceline.tasks._support import artifacts, sealed
 from paceline.tasks._support.cancelling import stop_if_cancelled
 from paceline.tasks._support.lineage import code_version
 from paceline.tasks._support.run import Run, StageResult
 from paceline.tasks._support.stages import stage
+from paceline.tasks.package import candidate_dir
 from paceline.tasks.publish import publish_progress, published_url
-
-MAX_VERSIONS = 10_000  # of one base; each is one look into the bucket
 
 
 def recorded_evidence(run: Run, report: str) -> tuple[str, Evaluation, TrainResult]:
@@ -73,52 +68,6 @@ def require_same(evaluation: Evaluation, **wanted: str | None) -> None:
                 wanted=value,
                 do="Evaluate this candidate, and promote it with that report.",
             )
-
-
-@stage("package-candidate", retries=2)
-def package_candidate(
-    run: Run, base: Manifest, trained: TrainResult, evaluation: Evaluation
-) -> StageResult:
-    """Fetch the export, write its card, give it the next free version, and compute its manifest:
-    the digest that the gate judges is the digest that will be published."""
-
-    def work() -> dict[str, Any]:
-        directory = _candidate_dir(run, trained)
-        card = model_card(
-            evaluation,
-            trained,
-            _base_card(run, base),
-            is_pretrained=is_pretrained(directory),
-        )
-        manifest, card = _named(run, base, directory, card)
-        run.registry.log_artifact_text(run.mlflow_run, card, CARD_FILE)
-        return {
-            "card": card,
-            "version": manifest.version,
-            "manifest_digest": manifest.digest,
-            "bytes": manifest.total_size,
-            "piece_bytes": manifest.piece_bytes,
-            "piece_hash": manifest.piece_hash,
-            "chunk_bytes": manifest.chunk_bytes,
-        }
-
-    def still_free(output: dict[str, Any]) -> bool:
-        taken = _published(run, base.model_id, str(output["version"]))
-        return taken is None or taken.digest == output["manifest_digest"]
-
-    return run.stage(
-        "package",
-        {
-            "weights": trained.weights_digest,
-            "export": trained.export_url,
-            "model": base.model_id,
-            "after": base.version,
-            "evaluation": digest_of(evaluation),
-        },
-        work,
-        still_true=still_free,
-        describe=lambda o: f"{base.model_id} v{o['version']}, manifest {o['manifest_digest'][:12]}",
-    )
 
 
 @stage("gate", retries=2)
@@ -292,7 +241,7 @@ def publish_candidate(
     url = published_url(run, base.model_id, packaged["version"])
 
     def work() -> dict[str, Any]:
-        directory = _candidate_dir(run, trained)
+        directory = candidate_dir(run, trained)
         (directory / CARD_FILE).write_text(packaged["card"])
         name: dict[str, Any] = {
             "model_id": base.model_id,
@@ -465,116 +414,6 @@ def lineage_of(
         "run_id": run.run_id,
         **({} if trained.program is None else {"program_digest": trained.program.sha256}),
     }
-
-
-def next_version(version: str) -> str:
-    """Return the version after ``version``: its last number, one higher (``"1"`` → ``"2"``)."""
-    head, dot, tail = version.rpartition(".")
-    return f"{head}{dot}{int(tail) + 1}" if tail.isdigit() else f"{version}.1"
-
-
-def _base_card(run: Run, base: Manifest) -> str:
-    """Return the README.md of the base model; "" where it has none that can be read."""
-    url = f"{published_url(run, base.model_id, base.version)}/{CARD_FILE}"
-    held = [each for each in base.files if each.path == CARD_FILE]
-    if not held or held[0].size > MAX_CARD_BYTES:
-        return ""
-    return run.store.get_bytes(url, MAX_CARD_BYTES).decode("utf-8", errors="replace")
-
-
-def _named(run: Run, base: Manifest, directory: Path, card: str) -> tuple[Manifest, str]:
-    """Return the manifest of ``directory`` with ``card`` under the first version after the base's
-    that is free, and the card. A candidate that is published already keeps its version, and the
-    card that it got with its first evaluation."""
-    profile = run.runtime.profile
-    (directory / CARD_FILE).write_text(card)
-
-    def built(version: str) -> Manifest:
-        return build_manifest(
-            directory,
-            model_id=base.model_id,
-            version=version,
-            link_mbit=profile.cluster.link_mbit,
-            piece_bytes=profile.relay.piece_bytes,
-            chunk_bytes=profile.relay.chunk_bytes,
-            piece_hash=profile.security.piece_hash,
-        )
-
-    version = next_version(base.version)
-    first = built(version)
-    for _ in range(MAX_VERSIONS):
-        taken = _published(run, base.model_id, version)
-        if taken is None:
-            return (first if first.version == version else built(version)), card
-        if _files(taken) == _files(first):
-            url = f"{published_url(run, base.model_id, version)}/{CARD_FILE}"
-            card = run.store.get_bytes(url, MAX_CARD_BYTES).decode()
-            (directory / CARD_FILE).write_text(card)
-            return taken, card
-        version = next_version(version)
-    raise Conflict(
-        "no free version is left",
-        got=f"{MAX_VERSIONS} published after {base.version}",
-        where=published_url(run, base.model_id, base.version),
-        do="Delete versions that nobody needs from the bucket.",
-    )
-
-
-def _files(manifest: Manifest) -> list[tuple[str, int, str]]:
-    """Return what makes two versions the same model: all files but the card."""
-    held = [each for each in manifest.files if each.path != CARD_FILE]
-    return [(each.path, each.size, each.sha256) for each in held]
-
-
-def _published(run: Run, model_id: str, version: str) -> Manifest | None:
-    try:
-        return fetch_manifest(published_url(run, model_id, version), run.store)
-    except SourceMissing:
-        return None
-
-
-def _candidate_dir(run: Run, trained: TrainResult) -> Path:
-    """Return a local copy of the export, fetched once and checked against its weights digest."""
-    from paceline.models import weights_digest
-
-    directory = run.work_dir / "candidate"
-    if directory.is_dir() and weights_digest(directory) == trained.weights_digest:
-        _require_program(directory, trained)
-        return directory
-    shutil.rmtree(directory, ignore_errors=True)
-    fresh = run.work_dir / "candidate.partial"
-    shutil.rmtree(fresh, ignore_errors=True)
-    prefix = trained.export_url.rstrip("/") + "/"
-    for item in run.store.list(prefix):
-        path = fresh / item.url.removeprefix(prefix)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        run.store.download_file(item.url, path)
-    if (got := weights_digest(fresh)) != trained.weights_digest:
-        raise CorruptData(
-            "the export does not match its digest",
-            got=got,
-            wanted=trained.weights_digest,
-            where=trained.export_url,
-            do="Run the training stage again.",
-        )
-    _require_program(fresh, trained)
-    fresh.rename(directory)
-    return directory
-
-
-def _require_program(directory: Path, trained: TrainResult) -> None:
-    """Raise CorruptData where ``directory`` has another program than the training recorded."""
-    path = directory / PROGRAM_FILE
-    got = file_sha256(path) if path.is_file() else "none"
-    wanted = trained.program.sha256 if trained.program else "none"
-    if got != wanted:
-        raise CorruptData(
-            f"the export's {PROGRAM_FILE} is not what the training wrote",
-            got=got,
-            wanted=wanted,
-            where=trained.export_url,
-            do="Run the training stage again.",
-        )
 
 
 def _aliases_of(model_id: str) -> str:

@@ -46,8 +46,11 @@ PacelineError
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 from paceline.text import printable, without_passwords
 
+Kind = TypeVar("Kind", bound="PacelineError")
 MAX_PART_CHARACTERS = 2000  # of an error's part in a record
 
 
@@ -88,6 +91,11 @@ class PacelineError(Exception):
             parts.append(", ".join(details))
         line = ": ".join(parts)
         return f"{line}. {_shown(self.do)}" if self.do else line
+
+    def as_kind(self, kind: type[Kind], **changed: Any) -> Kind:
+        """Return the same as an error of ``kind``, with the parts that ``changed`` names."""
+        parts = {each: getattr(self, each) for each in ("what", "got", "wanted", "where", "do")}
+        return kind(**parts | changed)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Errors cross Dask and process boundaries; pickle rebuilds them with all their fields.

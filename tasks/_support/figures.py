@@ -13,7 +13,6 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 from paceline.client import Client
 from paceline.config import PriceSettings
@@ -62,12 +61,7 @@ class Figures:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._changed:
             self._closing = True
             self._changed.notify_all()

@@ -26,7 +26,7 @@ from paceline.tasks._support import deployment, run
 from paceline.tasks._support.figures import Figures
 from paceline.tasks._support.lineage import recorded
 from paceline.tasks._support.run import Run
-from paceline.tasks.promote import next_version
+from paceline.tasks.package import next_version
 
 RUN_ID = "run-20261120-153600-9f3a1c"
 DIGEST = "a" * 64

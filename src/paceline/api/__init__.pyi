@@ -1,5 +1,6 @@
 from .access import IdentityIssuer as IdentityIssuer
 from .app import create_app as create_app, serve as serve
+from .deployments import HeartbeatMiddleware as HeartbeatMiddleware, answer_beat as answer_beat
 from .event_stream import (
     EventStream as EventStream,
     SnapshotReader as SnapshotReader,
@@ -11,7 +12,6 @@ from .flow_starter import (
     FlowRunSupervisor as FlowRunSupervisor,
     PrefectStarter as PrefectStarter,
 )
-from .heartbeats import HeartbeatMiddleware as HeartbeatMiddleware, answer_beat as answer_beat
 from .limits import (
     BODY_S as BODY_S,
     MAX_BODY_BYTES as MAX_BODY_BYTES,

@@ -20,7 +20,7 @@ from fastapi import APIRouter, Path as PathParameter, Query, Response
 
 from paceline.api.middleware import Authenticator
 from paceline.api.routes import PURPOSES
-from paceline.config import Profile, Runtime, read_certificate
+from paceline.config import Runtime, read_certificate
 from paceline.coordinator import (
     Coordinator,
     CoordinatorState,
@@ -193,7 +193,7 @@ class IdentityIssuer:
             other_ca=beside.decode() if beside else None,
             endorsements=signatures,
             coordinator_urls=known.coordinator_urls or tuple(filter(None, [known.coordinator_url])),
-            profile=_node_profile(self._runtime.profile),
+            profile=self._runtime.profile.model_dump(mode="json", exclude=SERVER_SECTIONS),
         )
 
     def _require_free(self, token_id: str, worker_id: str) -> None:
@@ -247,11 +247,6 @@ def _unavailable_on_file_error() -> Iterator[None]:
         raise ServiceUnavailable(
             f"the coordinator's own files: {error.what}", do="Call again; its log says which."
         ) from error
-
-
-def _node_profile(profile: Profile) -> dict[str, object]:
-    """Return the sections of ``profile`` that an agent needs."""
-    return profile.model_dump(mode="json", exclude=SERVER_SECTIONS)
 
 
 MOST_ROWS = 1000

@@ -15,10 +15,9 @@ from starlette.concurrency import run_in_threadpool
 
 from paceline import __version__
 from paceline.api.access import IdentityIssuer, make_access_router, make_purpose_router
-from paceline.api.deployments import make_router
+from paceline.api.deployments import HeartbeatMiddleware, make_router
 from paceline.api.flow_runs import make_flow_router
 from paceline.api.flow_starter import FlowRunSupervisor, PrefectStarter
-from paceline.api.heartbeats import HeartbeatMiddleware
 from paceline.api.jobs import make_job_router
 from paceline.api.middleware import AccessMiddleware, AuditWriter, Authenticator, LeaderGate
 from paceline.api.pages import PROBLEM, add_observation, describe

@@ -68,7 +68,11 @@ class SnapshotReader:
         leader = self._leader()
         snapshot = self._coordinator.read(lambda state: self._seen(state, wanted, leader))
         shown = {each.deployment.deployment_id: each for each in snapshot.deployments}
-        self._ended = {key: each for key, each in shown.items() if _is_finished(each)}
+        self._ended = {
+            key: each
+            for key, each in shown.items()
+            if each.deployment.status.is_final and each.activation != "switching"
+        }
         return snapshot
 
     def _seen(self, state: CoordinatorState, wanted: set[str], leader: LeaderView) -> StateSnapshot:
@@ -135,10 +139,6 @@ def _activation(run: DeploymentState, newest: int) -> Literal["none", "switching
     if run.memo.switch is not None and run.memo.switch.open:
         return "switching"
     return "active" if 0 < run.memo.number == newest else "none"
-
-
-def _is_finished(seen: DeploymentSnapshot) -> bool:
-    return seen.deployment.status.is_final and seen.activation != "switching"
 
 
 @dataclass(eq=False)

@@ -17,7 +17,6 @@ from fastapi import APIRouter, Path as PathParameter, Query
 
 from paceline import __version__
 from paceline.api.flow_starter import PrefectStarter
-from paceline.api.jobs import owner_of, require_owner
 from paceline.config import (
     DEFAULT_S3,
     HubSettings,
@@ -27,7 +26,14 @@ from paceline.config import (
     StorageSettings,
     with_job_settings,
 )
-from paceline.coordinator import Coordinator, audit_event, current_call, current_caller
+from paceline.coordinator import (
+    Coordinator,
+    audit_event,
+    current_call,
+    current_caller,
+    owner_of,
+    require_owner,
+)
 from paceline.errors import (
     AccessDenied,
     Conflict,

@@ -7,24 +7,28 @@ lifecycle) ask for admission here, too, so that one place decides.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
-from fastapi import APIRouter, Header, Path as PathParameter, Query
+from fastapi import APIRouter, Header
 
-from paceline.api.flow_starter import ENDED, LINES, PrefectStarter
+from paceline.api.flow_starter import PrefectStarter
+from paceline.api.job_views import JobId, ShownJob, add_reading
 from paceline.api.routes import COSTS, JOBS
 from paceline.config import PriceSettings, Runtime, with_job_settings
-from paceline.coordinator import Coordinator, current_call, current_caller
+from paceline.coordinator import (
+    Coordinator,
+    current_call,
+    current_caller,
+    owner_of,
+    require_owner,
+)
 from paceline.errors import (
     AccessDenied,
     Conflict,
     InvalidInput,
     NotFound,
-    PacelineError,
     PermanentError,
     SourceMissing,
     short_repr,
@@ -37,23 +41,17 @@ from paceline.jobs import (
     engine_of,
     estimate_like,
     estimate_submitted,
-    flow_runs,
     gang_of,
     hosts_of,
     require_open,
     require_permitted,
-    spent,
     training_costs,
 )
-from paceline.registry import Registry
 from paceline.relay import allowed_source, fetch_allowed_manifest
 from paceline.schemas import (
-    QUEUED_JOB_ID,
     AdoptJob,
     CostEstimate,
     JobChange,
-    JobList,
-    JobLog,
     JobReport,
     JobState,
     JobView,
@@ -70,11 +68,7 @@ from paceline.schemas import (
 if TYPE_CHECKING:
     from paceline.data import Snapshot
 
-JobId = Annotated[str, PathParameter(pattern=QUEUED_JOB_ID)]
 Key = Annotated[str | None, Header(alias="Idempotency-Key", max_length=200)]
-LONGEST_PAGE = 500
-MLFLOW_S = 3  # seconds of a call of MLflow
-MLFLOW_RETRY_S = 10.0
 RESTARTS_S = 900.0  # a silent node counts as one that restarts, where a gang needs every node
 
 
@@ -83,9 +77,9 @@ def make_job_router(
 ) -> APIRouter:
     """Return the routes; without ``flows`` (no Prefect server) nothing can be submitted."""
     router = APIRouter(tags=["jobs"])
-    shown = _Shown(runtime, table, flows)
+    shown = ShownJob(runtime, table, flows)
     _add_submitting(router, runtime, coordinator, table, shown)
-    _add_reading(router, table, shown, flows)
+    add_reading(router, table, shown, flows)
 
     @router.get(COSTS)
     def get_training_costs() -> TrainingCosts:
@@ -96,65 +90,12 @@ def make_job_router(
     return router
 
 
-class _Shown:
-    """Makes the view of a job: with its links, and identical jobs."""
-
-    def __init__(self, runtime: Runtime, table: JobTable, flows: PrefectStarter | None) -> None:
-        self._prices = runtime.profile.prices
-        known = runtime.endpoints
-        self._coordinator, self._mlflow = known.coordinator_url, known.mlflow_url
-        auth = runtime.secrets.mlflow_auth
-        self._log = Registry(self._mlflow, auth, timeout_s=MLFLOW_S) if self._mlflow else None
-        self._runs: dict[str, str] = {}  # run → its page in MLflow
-        self._due: dict[str, float] = {}  # run → when MLflow is asked for it again
-        self._asking = threading.Lock()
-        self._table, self.flows = table, flows
-
-    def __call__(self, job: TrainingJob) -> JobView:
-        same = [
-            each.job_id
-            for each in self._table.jobs()
-            if each.submission_id == job.submission_id and each.job_id != job.job_id
-        ]
-        pages = dict(job.report.pages) if job.report else {}
-        if self._coordinator:
-            pages["fleet"] = f"{self._coordinator}/fleet#job={job.job_id}"
-        if self.flows is not None and job.flow_run_id:
-            pages["prefect"] = self.flows.page_of(job.flow_run_id)
-        if mlflow := self._mlflow_page(job):
-            pages["mlflow"] = mlflow
-        return JobView(
-            job=job,
-            same_submission=tuple(same[-20:]),
-            pages=pages,
-            spent=spent(job, self._prices, time.time()) if job.usage else None,
-            currency=self._prices.currency,
-        )
-
-    def _mlflow_page(self, job: TrainingJob) -> str:
-        """Return the page of the job's run in MLflow; the server's own before it is known.
-
-        One reader at a time asks MLflow, for a job at most every MLFLOW_RETRY_S.
-        """
-        run_id, now_s = job.run_id, time.monotonic()
-        if self._log is None or job.started_at is None or run_id in self._runs:
-            return self._runs.get(run_id, self._mlflow)
-        if now_s >= self._due.get(run_id, 0.0) and self._asking.acquire(blocking=False):
-            try:
-                self._due[run_id] = now_s + MLFLOW_RETRY_S
-                with contextlib.suppress(PacelineError):
-                    self._runs |= self._log.pages_of_runs(run_id)
-            finally:
-                self._asking.release()
-        return self._runs.get(run_id, self._mlflow)
-
-
 def _add_submitting(
     router: APIRouter,
     runtime: Runtime,
     coordinator: Coordinator,
     table: JobTable,
-    shown: _Shown,
+    shown: ShownJob,
 ) -> None:
     @router.post(JOBS, status_code=201)
     def submit_job(call: SubmitJob, key: Key = None) -> JobView:
@@ -194,84 +135,12 @@ def _add_submitting(
         return JobView(job=table.report(job_id, call.model_copy(update={"at": time.time()})))
 
 
-def _add_reading(
-    router: APIRouter, table: JobTable, shown: _Shown, flows: PrefectStarter | None
-) -> None:
-    @router.get(JOBS)
-    def list_jobs(
-        state: Annotated[list[JobState], Query()] = [],  # noqa: B006 (FastAPI copies it)
-        team: Annotated[str, Query(max_length=63)] = "",
-        project: Annotated[str, Query(max_length=100)] = "",
-        name: Annotated[str, Query(max_length=100)] = "",
-        submitter: Annotated[str, Query(max_length=128)] = "",
-        model: Annotated[str, Query(max_length=128)] = "",
-        training: Annotated[str, Query(max_length=128)] = "",
-        offset: Annotated[int, Query(ge=0, le=10**6)] = 0,
-        limit: Annotated[int, Query(ge=1, le=LONGEST_PAGE)] = 100,
-    ) -> JobList:
-        """List jobs, the newest first: of these states, this team, project, submitter and model id.
-
-        ``name`` is a part of the job's name, or the beginning of its id. Each has a brief report:
-        its training's id, step, steps and loss. ``training`` is the beginning of a training's id
-        (job-…), or of the digest of its recorded result.
-        """
-        found = [
-            each
-            for each in reversed(table.jobs())
-            if (not state or each.state in state)
-            and team in ("", each.spec.team)
-            and project in ("", each.spec.project)
-            and (not training or any(known.startswith(training) for known in _trainings(each)))
-            and submitter in ("", each.submitted_by)
-            and model in ("", each.spec.model_id)
-            and (name.lower() in each.spec.name.lower() or each.job_id.startswith(name))
-        ]
-        page = found[offset : offset + limit]
-        return JobList(jobs=tuple(map(_brief, page)), total=len(found))
-
-    @router.get(f"{JOBS}/{{job_id}}")
-    def get_job(job_id: JobId) -> JobView:
-        """Return a job: its state and why, metrics, checkpoints, ranks, history and links."""
-        return shown(table.job(job_id))
-
-    @router.get(f"{JOBS}/{{job_id}}/events")
-    def get_job_events(job_id: JobId) -> list[JobChange]:
-        """Return the changes of the job's state, oldest first."""
-        return list(table.job(job_id).history)
-
-    @router.get(f"{JOBS}/{{job_id}}/logs")
-    def get_job_log(
-        job_id: JobId,
-        after: Annotated[int, Query(ge=0, le=2**31)] = 0,
-        attempt: Annotated[int, Query(ge=0, le=2**31)] = 0,
-        tail: Annotated[int, Query(ge=0, le=LINES)] = 0,
-    ) -> JobLog:
-        """Return lines of the log of an attempt's flow run, after the first ``after``, or its last
-        ``tail`` lines; of the newest attempt that has a flow run, where ``attempt`` is 0."""
-        job = table.job(job_id)
-        if attempt > job.attempt:
-            wanted = f"1 to {job.attempt}" if job.attempt else "none: it has not begun"
-            raise NotFound("the job has no such attempt", got=attempt, wanted=wanted, where=job_id)
-        runs = flow_runs(job)
-        flow_run_id = runs.get(attempt or max(runs, default=0))
-        if flows is None or not flow_run_id:
-            return JobLog(lines=(), after=after, is_over=job.state.is_final)
-        found = flows.view(flow_run_id, after, tail)
-        over = found.state in ENDED and (tail > 0 or not found.lines)
-        after = 0 if tail else after + len(found.lines)  # how many lie before the last is not known
-        return JobLog(lines=found.lines, after=after, is_over=over)
-
-
-def _trainings(job: TrainingJob) -> tuple[str, ...]:
-    return (job.report.training_id, job.report.training_digest or "") if job.report else ()
-
-
 def _add_changing(
     router: APIRouter,
     runtime: Runtime,
     coordinator: Coordinator,
     table: JobTable,
-    shown: _Shown,
+    shown: ShownJob,
 ) -> None:
     prices = runtime.profile.prices
 
@@ -368,20 +237,6 @@ def _add_changing(
         return shown(change(job_id, make, of_team=False))
 
 
-def _brief(job: TrainingJob) -> TrainingJob:
-    """Return ``job`` as lists show it: without its history, and of its report the progress."""
-    report = job.report
-    if report is not None:
-        report = JobReport(
-            at=report.at,
-            training_id=report.training_id,
-            step=report.step,
-            steps=report.steps,
-            metrics={key: report.metrics[key] for key in ("loss",) if key in report.metrics},
-        )
-    return job.model_copy(update={"history": (), "usage": (), "report": report})
-
-
 def _ended_by(job: TrainingJob, wanted: str, at_once: JobState, ending: JobState) -> TrainingJob:
     """Return ``job`` paused or cancelled by the caller: at once where no flow runs for it."""
     who, now = current_caller().name, time.time()
@@ -448,27 +303,6 @@ def _new_job(spec: SubmitJob, run_id: str, key: str | None) -> TrainingJob:
 def _with_owner(spec: SubmitJob) -> SubmitJob:
     team, project = owner_of(spec.team, spec.project)
     return spec.model_copy(update={"team": team, "project": project})
-
-
-def owner_of(team: str, project: str) -> tuple[str, str]:
-    """Return the team and project of what names these: where it names none, those that the caller's
-    token is bound to. Raises AccessDenied where the token is bound to others."""
-    caller = current_caller()
-    team, project = team or caller.team or "default", project or caller.project or ""
-    require_owner(team, project)
-    return team, project
-
-
-def require_owner(team: str, project: str) -> None:
-    """Raise AccessDenied where the caller's token is bound to another team or project."""
-    caller = current_caller()
-    for kind, bound, got in (("team", caller.team, team), ("project", caller.project, project)):
-        if bound is not None and bound != got:
-            raise AccessDenied(
-                f"the token is another {kind}'s",
-                got=f"{kind} {got or 'none'}",
-                wanted=f"{kind} {bound}",
-            )
 
 
 def _require_possible(job: TrainingJob, runtime: Runtime, coordinator: Coordinator) -> None:
@@ -556,9 +390,7 @@ def _require_base(spec: SubmitJob, runtime: Runtime, snapshot: Snapshot) -> None
     try:
         check_base(url, store, profile.training, profile.model.context, snapshot, builds=False)
     except PermanentError as error:  # CorruptData and SourceMissing, too: it is this request
-        raise InvalidInput(
-            error.what, got=error.got, wanted=error.wanted, where=error.where, do=error.do
-        ) from error
+        raise error.as_kind(InvalidInput) from error
 
 
 def _require_snapshot(

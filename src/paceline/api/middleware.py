@@ -188,9 +188,9 @@ class AccessMiddleware:
             return
 
         async def noted(message: Message) -> None:
-            if message["type"] == "http.response.start" and _is_refusal(message["status"]):
-                code = scope.get("paceline.code", "")
-                self._refused(RefusedCall(call, message["status"], code))
+            status = message.get("status", 0)
+            if message["type"] == "http.response.start" and 400 <= status != 503:  # 503: "again"
+                self._refused(RefusedCall(call, status, scope.get("paceline.code", "")))
             await send(message)
 
         if caller is not None and caller.begins:
@@ -250,11 +250,6 @@ def _body_bytes(scope: Scope) -> int:
         if name == b"content-length":
             return int(value)  # digits only: size_refusal checked it
     return MAX_BODY_BYTES
-
-
-def _is_refusal(status: int) -> bool:
-    """Return whether ``status`` is a refusal; a 503 only asks the caller to retry."""
-    return status >= 400 and status != 503
 
 
 def _builtin_caller(name: str, scope: TokenScope) -> Caller:

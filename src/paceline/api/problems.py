@@ -77,15 +77,6 @@ def problem_response(
     return ProblemResponse(problem, sent)
 
 
-def unavailable(error: OSError) -> ServiceUnavailable:
-    """Return an operating system error as an error that a caller may retry."""
-    return ServiceUnavailable(
-        "a file or a connection of the coordinator failed",
-        got=errno.errorcode.get(error.errno or 0, type(error).__name__),
-        do="Call again; if it stays so, the coordinator's log says which.",
-    )
-
-
 def add_problem_handlers(app: FastAPI) -> None:
     """Make ``app`` answer every error with a problem document."""
 
@@ -117,7 +108,12 @@ def add_problem_handlers(app: FastAPI) -> None:
     async def storage(request: Request, error: Exception) -> Response:
         assert isinstance(error, OSError)
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return problem_response(unavailable(error))
+        problem = ServiceUnavailable(
+            "a file or a connection of the coordinator failed",
+            got=errno.errorcode.get(error.errno or 0, type(error).__name__),
+            do="Call again; if it stays so, the coordinator's log says which.",
+        )
+        return problem_response(problem)
 
     async def broken(request: Request, error: Exception) -> Response:
         if isinstance(error, OSError):

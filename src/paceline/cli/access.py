@@ -1,18 +1,15 @@
-"""`paceline tokens`, `audit`, `init` and `keys`: access to the coordinator, and its audit log.
+"""`paceline tokens`, `audit` and `approve`: who may call the coordinator, and what people decided.
 
-`tokens` manages who may call the coordinator, `audit` shows who changed what, `init` creates a
-state directory for a fleet whose servers run elsewhere, `keys` handles manifest signing keys.
+`tokens` manages who may call the coordinator, `audit` shows who changed what, `approve` decides a
+promotion in the name of a token's owner.
 """
 
 from __future__ import annotations
 
-import os
-import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
-from urllib.parse import urlsplit
 
 import click
 from pydantic import BaseModel, ValidationError
@@ -20,49 +17,36 @@ from pydantic import BaseModel, ValidationError
 from paceline.cli.commands import Group
 from paceline.cli.options import (
     json_option,
+    notice,
     parsed,
-    print_table,
-    profile_options,
-    read_profile,
     show,
-    state_directory,
+    show_table,
     state_option,
     whole_deployment_id,
 )
-from paceline.client import AccessClient
-from paceline.cluster import SECRETS_FILE, make_dask_tls
+from paceline.client import START_S, AccessClient, CoordinatorClient, retry
 from paceline.config import (
-    CLIENT_FILE,
-    DEFAULT_S3,
-    RUNTIME_FILE,
-    Endpoints,
-    Login,
-    Profile,
-    Runtime,
-    Secrets,
     find_installation,
-    read_certificate,
-    save_runtime,
 )
-from paceline.errors import Conflict, InvalidInput
-from paceline.relay.transport import ensure_authority, fingerprint
+from paceline.errors import Conflict, CorruptData, InvalidInput, TemporaryError
 from paceline.schemas import (
+    ApprovalShown,
     AuditShown,
     CreatedToken,
     CreateJoinToken,
     CreateToken,
+    DecidePromotion,
     Event,
-    FleetInitialised,
     GrantedScope,
-    KeyShown,
     TokenMade,
     TokenRevoked,
     TokensShown,
     TokenView,
+    is_run_id,
     one_of,
 )
-from paceline.system import Endpoint, ensure_own_directory, write_private
-from paceline.units import seconds
+from paceline.text import printable
+from paceline.units import moment, seconds
 
 SCOPES = tuple(str(each) for each in get_args(GrantedScope))
 Call = TypeVar("Call", bound=BaseModel)
@@ -93,26 +77,12 @@ def tokens() -> None:
 @state_option
 @json_option
 def create(
-    name: str,
-    scopes: tuple[str, ...],
-    ttl: float | None,
-    worker_id: str | None,
-    team: str | None,
-    project: str | None,
-    state: Path | None,
-    as_json: bool,
+    scopes: tuple[str, ...], ttl: float | None, state: Path | None, as_json: bool, **given: Any
 ) -> int:
     """Make a bearer token and print it, this once; only its hash is kept."""
-    given = {
-        "name": name,
-        "scopes": scopes,
-        "ttl_seconds": ttl,
-        "worker_id": worker_id,
-        "team": team,
-        "project": project,
-    }
     client = _client(state)
-    made = client.create_token(_checked(CreateToken, given))
+    call = _checked(CreateToken, {"scopes": scopes, "ttl_seconds": ttl, **given})
+    made = client.create_token(call)
     _say_made(made, as_json)
     if not as_json and "worker" not in scopes:
         pin = f" --authority {made.ca_sha256}" if made.ca_sha256 else ""
@@ -149,12 +119,7 @@ def join(
     """
     if (worker_id is None) == (nodes is None):
         raise click.UsageError("Name --worker-id for one node, or --nodes for many.")
-    given = {
-        "worker_id": worker_id,
-        "nodes": nodes,
-        "ttl_seconds": ttl,
-        "networks": networks,
-    }
+    given = {"worker_id": worker_id, "nodes": nodes, "ttl_seconds": ttl, "networks": networks}
     made = _client(state).create_join_token(_checked(CreateJoinToken, given))
     _say_made(made, as_json)
     return 0
@@ -166,9 +131,6 @@ def join(
 def list_tokens(state: Path | None, as_json: bool) -> int:
     """Show every token: what it opens, until when, and when it was last used."""
     found = _client(state).tokens()
-    if as_json:
-        click.echo(TokensShown(tokens=tuple(found)).model_dump_json())
-        return 0
     rows = [
         (
             each.token_id,
@@ -180,8 +142,8 @@ def list_tokens(state: Path | None, as_json: bool) -> int:
         )
         for each in found
     ]
-    print_table(("id", "name", "scopes", "bound to", "state", "last used"), rows)
-    return 0
+    names = ("id", "name", "scopes", "bound to", "state", "last used")
+    return show_table(TokensShown(tokens=tuple(found)), as_json, names, rows)
 
 
 @tokens.command()
@@ -220,23 +182,15 @@ def revoke(token_id: str | None, worker_id: str | None, state: Path | None, as_j
 @state_option
 @json_option
 def audit(
-    deployment: str | None,
-    worker_id: str | None,
-    names: tuple[str, ...],
-    since: float | None,
-    limit: int,
-    state: Path | None,
-    as_json: bool,
+    deployment: str | None, since: float | None, state: Path | None, as_json: bool, **wanted: Any
 ) -> int:
     """Show the newest of what happened: who changed what, from where, and what was refused."""
     client = _client(state)
     rows = client.audit(
         deployment_id=deployment and whole_deployment_id(client, deployment),
-        worker_id=worker_id,
-        names=names,
         since=None if since is None else max(0.0, time.time() - since),
-        limit=limit,
         newest_first=True,
+        **wanted,
     )
     rows.reverse()
     if rows or as_json:
@@ -295,262 +249,88 @@ def _line(event: Event) -> str:
     return f"{event.seq:>7} {when} {event.name.value} {details}"
 
 
-# Written by `init` or a join, and by `up`: each holds secrets that have no other copy.
-MADE = (RUNTIME_FILE, SECRETS_FILE)
-PREFECT_WORKER_FILE = "prefect-worker.env"
+SHORTEST_DIGEST = 12  # as it is shown
 
 
 @click.command()
+@click.argument("run_id")
+@click.option("--reject", is_flag=True, help="Reject it: nothing is promoted.")
+@click.option("--reason", default="", help="Why; kept with the decision.")
+@click.option("--evidence", metavar="DIGEST", help="Its digest; refuse if it is about another.")
+@click.option("--show", "only_show", is_flag=True, help="Show what waits, and decide nothing.")
 @state_option
-@profile_options
-@click.option(
-    "--coordinator",
-    "urls",
-    multiple=True,
-    required=True,
-    metavar="URL",
-    help="Where callers reach a replica of the coordinator; once for each replica.",
-)
-@click.option(
-    "--prefect", default="", metavar="URL", help="Prefect's API, for [control] flow_starter."
-)
-@click.option("--mlflow", default="", metavar="URL", help="MLflow, where flows run from here.")
-@click.option(
-    "--scheduler",
-    default="",
-    metavar="tls://HOST:PORT",
-    help="Dask's scheduler, for flows that use nodes; makes the TLS files for it and for workers.",
-)
 @json_option
-def init(
+def approve(
+    run_id: str,
+    reject: bool,
+    reason: str,
+    evidence: str | None,
+    only_show: bool,
     state: Path | None,
-    profile: str,
-    overrides: tuple[str, ...],
-    urls: tuple[str, ...],
-    prefect: str,
-    mlflow: str,
-    scheduler: str,
     as_json: bool,
 ) -> int:
-    """Prepare the state directory of a fleet's coordinator: profile, tokens, authority.
+    """Approve (or reject) the promotion of RUN_ID, with a token of scope approve.
 
-    Run it once, and copy the directory to each machine that runs a replica; nodes get what they
-    need when they join. Where `paceline up` starts everything on one machine, it is not needed.
+    The approver is the token's owner. The promotion then goes on by itself.
     """
-    if scheduler:
-        overrides = (*overrides, f"cluster.scheduler={scheduler}")
-        if read_profile(profile, overrides).cluster.kind == "local":
-            overrides = (*overrides, "cluster.kind=address")
-    settings = read_profile(profile, overrides)
-    directory = state_directory(state)
-    taken = next((each for each in MADE if (directory / each).exists()), None)
-    if taken is not None:
+    client = CoordinatorClient.of(find_installation(state))
+    if not is_run_id(run_id):
+        run_id = one_of("promotion", run_id, [each.run_id for each in client.approvals()])
+    try:
+        shown = client.approval(run_id)
+    except (TemporaryError, CorruptData) as error:  # it can be decided, or rejected, without
+        waiting = {each.run_id: each for each in client.approvals()}
+        if run_id not in waiting or only_show or not (reject or isinstance(error, TemporaryError)):
+            raise
+        why = error.one_line()
+        shown = ApprovalShown(status="waiting", request=waiting[run_id], no_evidence=why)
+    whole = shown.request.evidence_digest
+    if evidence is not None and not (
+        len(evidence) >= SHORTEST_DIGEST and whole.startswith(evidence.lower())
+    ):
         raise Conflict(
-            "this directory is an installation's already",
-            got=taken,
-            where=directory,
-            do="Name another with --state, or edit its profile in place.",
+            "the promotion is about other evidence",
+            got=evidence,
+            wanted=f"{whole[:12]}, at least {SHORTEST_DIGEST} digits of it",
+            where=run_id,
+            do=f"Look at it again: paceline approve {run_id} --show",
         )
-    for url in (*urls, prefect, mlflow):
-        if "@" in urlsplit(url).netloc:  # it would be printed, and copied to clients
-            raise InvalidInput(
-                "a server's URL has no user and password",
-                where=url,
-                do="Tokens are made here; Prefect's and MLflow's accounts are secrets of the "
-                'control plane ("Run the control plane" in the documentation).',
-            )
-    settings = _with_names(settings, [Endpoint.of(url) for url in urls])
-    ensure_own_directory(directory)
-    kept = (directory / settings.security.authority / "ca-key.pem").exists()
-    authority = ensure_authority(directory / settings.security.authority)
-    runtime = Runtime(
-        profile=settings,
-        state_dir=directory,
-        endpoints=Endpoints(
-            coordinator_url=urls[0],
-            coordinator_urls=urls,
-            coordinator_ca=_trusted(settings),
-            s3_url=settings.objects.endpoint_url or DEFAULT_S3,
-            prefect_api_url=prefect,
-            prefect_ui_url=prefect.removesuffix("/api"),
-            mlflow_url=mlflow,
-            scheduler_address=settings.cluster.scheduler,
-        ),
-        secrets=Secrets(coordinator_token=secrets.token_urlsafe(32)),
-    )
-    if settings.cluster.scheduler:
-        make_dask_tls(directory)
-    made = FleetInitialised(
-        state=str(directory),
-        coordinators=urls,
-        authority=fingerprint(authority.cert.read_bytes()),
-        client=str(_write_client_file(runtime)),
-        prefect_worker=str(_write_worker_file(runtime)) if prefect else "",
-        missing=_missing(runtime),
-    )
-    save_runtime(runtime)  # last: this file makes the directory an installation
-    show(made, as_json, _next_steps(made, kept=kept))
+    if not only_show:
+        call = DecidePromotion(evidence_digest=whole, approved=not reject, reason=reason)
+        # a repeat of the same decision resumes what Prefect was too busy to resume
+        decided = retry(lambda: client.decide_promotion(run_id, call), START_S, notice)
+        found = {"evidence": shown.evidence, "no_evidence": shown.no_evidence}
+        shown = decided.model_copy(update=found)
+    show(shown.model_dump(mode="json"), as_json, *map(printable, _approval_lines(shown)))
     return 0
 
 
-def _missing(runtime: Runtime) -> tuple[str, ...]:
-    """Return what the profile names and is not there yet: files, passwords, servers."""
-    control, security = runtime.profile.control, runtime.profile.security
-    files = {
-        f"[{section}] {key}": value
-        for section, values in (("control", control), ("security", security))
-        for key, value in values.model_dump().items()
-        if key.endswith(("_ca", "_cert", "_key")) and isinstance(value, str) and value
-        if "{" not in value  # a name of each node's own
-    }
-    wanted = [
-        f"{runtime.state_dir / value}: the file of {key}"
-        for key, value in files.items()
-        if not (runtime.state_dir / value).exists()
-    ]
-    passwords = {
-        control.etcd_password_env: control.coordination == "etcd" and control.etcd_user,
-        control.redis_password_env: control.progress == "redis" and control.redis_user,
-        control.postgres_password_env: control.audit == "postgres",
-    }
-    wanted += [
-        f"${name}: in the environment of each coordinator"
-        for name, used in passwords.items()
-        if used and name not in os.environ
-    ]
-    if control.flow_starter == "prefect" and not runtime.endpoints.prefect_api_url:
-        wanted.append('--prefect URL: [control] flow_starter = "prefect" needs Prefect\'s API')
-    return tuple(wanted)
+def _approval_lines(shown: ApprovalShown) -> list[str]:
+    from paceline.evaluation import judgement_lines
 
-
-def _write_client_file(runtime: Runtime) -> Path:
-    """Write what a laptop and a CI runner need, beside a token; it holds no secret."""
-    ca = runtime.state_dir / (runtime.endpoints.coordinator_ca or ".")
-    pem = read_certificate(ca).decode() if ca.is_file() else ""
-    made = Login(coordinators=runtime.endpoints.coordinator_urls, ca=pem)
-    path = runtime.state_dir / CLIENT_FILE
-    write_private(path, made.model_dump_json(indent=2, exclude={"token"}).encode() + b"\n")
-    return path
-
-
-def _write_worker_file(runtime: Runtime) -> Path:
-    """Write the variables of a Prefect worker, for `EnvironmentFile=` and `set -a; . FILE`."""
-    path = runtime.state_dir / PREFECT_WORKER_FILE
-    lines = [
-        "# A Prefect worker of this installation: prefect worker start --pool paceline",
-        "# It needs a copy of this directory (mode 0700); PACELINE_STATE says where it lies. Where",
-        "# Prefect's API wants a password, set PREFECT_API_AUTH_STRING=user:password beside these.",
-        f"PACELINE_STATE={runtime.state_dir}",
-        f"PREFECT_API_URL={runtime.endpoints.prefect_api_url}",
-        "PREFECT_LOGGING_EXTRA_LOGGERS=paceline",
-        "PREFECT_RESULTS_DEFAULT_SERIALIZER=json",
-        "PREFECT_SERVER_ANALYTICS_ENABLED=false",
-        "DO_NOT_TRACK=1",
-    ]
-    write_private(path, "\n".join([*lines, ""]).encode())
-    return path
-
-
-def _with_names(profile: Profile, endpoints: list[Endpoint]) -> Profile:
-    """Return ``profile`` with the replicas' names among those that callers may use."""
-    security, control = profile.security, profile.control
-    clear = [each.url for each in endpoints if not each.secure and not each.on_loopback]
-    if clear and security.rest_tls != "plaintext-anywhere":
-        raise InvalidInput(
-            "tokens would cross a network in the clear",
-            got=clear[0],
-            wanted="an https:// URL",
-            do='Set [security] rest_tls = "installation" (or "files") and name https:// URLs.',
+    request, approval, found = shown.request, shown.approval, shown.evidence
+    facts = {"asked by": ", ".join(shown.submitters) or "the installation"}
+    if found is None:
+        lines = ["", f"no figures: {shown.no_evidence}"]
+    else:
+        lines = ["", *judgement_lines(found)]
+        url, digest = found.training_snapshot_url, found.training_snapshot_digest
+        facts["base"] = f"{found.model_id} {found.base_version}"
+        facts["training"] = f"{found.job_id}, on {url} (snapshot {str(digest)[:12]})"
+        facts["weights"] = f"{found.weights_digest[:12]}, manifest {found.manifest_digest[:12]}"
+        facts |= {"reviewed": "; ".join(found.reviewed)} if found.reviewed else {}
+    digests = request.evidence_digest, request.report_digest, request.policy_digest
+    facts["evidence"] = "{:.12}, report {:.12}, policy {:.12}".format(*digests)
+    facts |= {"page": request.page} if request.page else {}
+    facts["expires"] = moment(request.expires_at)
+    if shown.status == "waiting":
+        decide = f"paceline approve {request.run_id} --evidence {request.evidence_digest:.12}"
+        lines += ["", f"next:     {decide} [--reject] --reason WHY"]
+    if approval is not None:
+        why = f": {approval.reason}" if approval.reason else ""
+        facts["decided"] = (
+            f"{shown.status} by {approval.approver} (token {approval.token_id}), "
+            f"{moment(approval.at)}{why}"
         )
-    encrypted = security.rest_tls in ("installation", "files")
-    plain = next((each.url for each in endpoints if each.secure != encrypted), None)
-    if plain is not None:
-        raise InvalidInput(
-            "a replica's URL is not as the profile protects its port",
-            got=f'{plain} with [security] rest_tls = "{security.rest_tls}"',
-            wanted="https:// with TLS, http:// without",
-        )
-    if len(endpoints) > 1 and control.coordination != "etcd":
-        raise InvalidInput(
-            "several replicas need a store that they share",
-            got=f'{len(endpoints)} replicas, [control] coordination = "{control.coordination}"',
-            wanted='coordination = "etcd" with etcd_endpoints',
-        )
-    names = dict.fromkeys((*security.rest_hosts, *(each.host for each in endpoints)))
-    return profile.model_copy(
-        update={"security": security.model_copy(update={"rest_hosts": tuple(names)})}
-    )
-
-
-def _trusted(profile: Profile) -> str:
-    security = profile.security
-    if security.rest_tls == "installation":
-        return f"{security.authority}/ca.pem"
-    return security.rest_ca if security.rest_tls == "files" else ""
-
-
-def _next_steps(made: FleetInitialised, *, kept: bool) -> str:
-    replicas = [Endpoint.of(url) for url in made.coordinators]
-    lines = [
-        f"{made.state} holds the profile, the first admin's token and the authority (mode 0600).",
-        f"authority  sha256 {made.authority}"
-        + (" (it was there already and is kept; the first admin's token is new)" if kept else ""),
-        *(["The profile still needs:"] if made.missing else []),
-        *(f"  {each}" for each in made.missing),
-        "Next, on each replica's machine, with a copy of that directory:",
-        *(
-            f"  paceline coordinator --state {made.state} --host ADDRESS --port {each.port}"
-            f" --replica-id {each.host} --advertise {each.url}"
-            for each in replicas
-        ),
-        "and for each node, its token first and then there:",
-        f"  paceline tokens join --worker-id NODE --state {made.state}",
-        "  paceline agent --state DIR --worker-id NODE --listen 0.0.0.0:7700"
-        f" --coordinator {replicas[0].url} --join TOKEN",
-        f"for a laptop or a CI runner a token, and there, with a copy of {made.client} (no secret)",
-        f"  paceline tokens create --name WHO --scope deploy --state {made.state}",
-        "  paceline login client.json      # the token comes from $PACELINE_TOKEN or a prompt",
-    ]
-    if made.prefect_worker:
-        lines += [
-            "and for a Prefect worker, with a copy of that directory and these variables:",
-            f"  {made.prefect_worker}",
-        ]
-    return "\n".join(lines)
-
-
-path_argument = click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
-
-
-@click.group(cls=Group)
-def keys() -> None:
-    """Make the keys that sign manifests (Ed25519)."""
-
-
-@keys.command()
-@path_argument
-@json_option
-def new(path: Path, as_json: bool) -> int:
-    """Write a new private key to PATH (mode 0600) and print its public key.
-
-    The public key goes into security.trusted_publishers of the profiles that shall trust it.
-    """
-    from paceline.manifest import new_key
-
-    _say(path, new_key(path), as_json)
-    return 0
-
-
-@keys.command("show")
-@path_argument
-@json_option
-def show_key(path: Path, as_json: bool) -> int:
-    """Print the public key of the private key in PATH."""
-    from paceline.manifest import load_key, public_key
-
-    _say(path, public_key(load_key(path)), as_json)
-    return 0
-
-
-def _say(path: Path, public: str, as_json: bool) -> None:
-    show(KeyShown(path=str(path), public_key=public), as_json, public)
+    head = f"{request.model_id} {request.version}, {request.run_id}: {shown.status}"
+    return [head, *(f"  {name:<9} {value}" for name, value in facts.items()), *lines]

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+import click
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from paceline.client import Item, Lost
+from paceline.client import Follower, Item, Lost
+from paceline.errors import Cancelled, DeploymentFailed
 from paceline.schemas import (
     ChunkRun,
     DeploymentMoment,
+    DeploymentStatus,
     Dropped,
     Event,
     EventItem,
@@ -26,14 +30,16 @@ from paceline.schemas import (
     LeaderView,
     Missed,
     Moment,
+    Outcome,
     PartMoment,
     WorkerMoment,
     WorkerStatus,
 )
-from paceline.text import printable
+from paceline.text import printable, shortened
 from paceline.units import duration, size
 
 SHOWN_EVENTS = 6
+LINE_EVERY_S = 5.0  # without a terminal
 HEAD_ROWS = 8  # terminal rows that show no workers
 SHADES = "·░▒▓█"
 FAILED = (WorkerStatus.FAILED, WorkerStatus.VERIFICATION_FAILED)
@@ -317,3 +323,96 @@ def _connection(board: Board) -> str:
 def _natural(name: str) -> tuple[str, int]:
     head, _, tail = name.rpartition("-")
     return (head, int(tail)) if tail.isdigit() else (name, 0)
+
+
+# What a stream shows until its deployment has ended: on a terminal, as lines, as JSON.
+
+
+def until_ended(follower: Follower, board: Board) -> Iterator[Item]:
+    """Yield items up to the one in which the deployment has ended."""
+    for item in follower.items():
+        board.take(item)
+        yield item
+        ended = board.deployment is not None and board.deployment.status.is_final
+        if ended and isinstance(item, Moment):
+            return
+
+
+def lines_of_json(follower: Follower, board: Board) -> DeploymentMoment:
+    last = ""
+    for item in until_ended(follower, board):
+        if isinstance(item, Lost):
+            continue  # the follower reconnects, or raises
+        if isinstance(item, Moment) and not (item.full or item.deployments or item.workers):
+            continue
+        line = item.model_dump_json()
+        if line != last:
+            click.echo(line)
+        last = line
+    return shown_end(board)
+
+
+def lines_of_text(follower: Follower, board: Board) -> DeploymentMoment:
+    """Print each event, and changed figures at most every LINE_EVERY_S."""
+    said, said_s, lost = "", -LINE_EVERY_S, False
+    for item in until_ended(follower, board):
+        now_s = time.monotonic()
+        if isinstance(item, EventItem):
+            mark = "! " if is_bad(item.event) else ""
+            click.echo(f"{mark}{event_line(item.event)}")
+        elif isinstance(item, Missed):
+            click.echo(f"{item.first - item.after - 1} earlier events are no longer held")
+        elif isinstance(item, Lost):
+            if not lost:
+                click.echo(f"! reconnecting: {item.reason}; the transfer goes on", err=True)
+            lost = True
+        elif board.deployment is not None:
+            lost = False
+            line = figures(board.deployment)
+            if line != said and now_s - said_s >= LINE_EVERY_S:
+                click.echo(line)
+                said, said_s = line, now_s
+    return shown_end(board)
+
+
+def live(follower: Follower, board: Board, console: Console) -> DeploymentMoment:
+    with Live(View(board), console=console, refresh_per_second=4, transient=True):
+        for _ in until_ended(follower, board):
+            pass
+    # The final state stays on the screen, with as many workers as fit.
+    console.print(render(board, console.width, max(console.height, 40)))
+    return shown_end(board)
+
+
+def shown_end(board: Board) -> DeploymentMoment:
+    assert board.deployment is not None
+    return board.deployment
+
+
+def outcome_of(ended: DeploymentMoment) -> Outcome:
+    codes = {
+        DeploymentStatus.COMPLETE: 0,
+        DeploymentStatus.CANCELLED: Cancelled.exit_code,
+    }
+    return Outcome(
+        deployment_id=ended.deployment_id,
+        status=ended.status,
+        seconds=ended.seconds,
+        workers_complete=ended.workers_complete,
+        workers_failed=ended.workers_failed,
+        failure=ended.failure,
+        exit_code=codes.get(ended.status, DeploymentFailed.exit_code),
+    )
+
+
+def said_of(ended: DeploymentMoment) -> str:
+    took = f" in {duration(ended.seconds)}" if ended.seconds is not None else ""
+    line = (
+        f"{ended.status.value}{took}: {ended.model_id} {ended.version} on "
+        f"{ended.workers_complete} of {ended.workers} workers"
+    )
+    if ended.workers_failed:
+        line += f", without {shortened(ended.workers_failed)}"
+    if ended.failure is not None and ended.status is not DeploymentStatus.COMPLETE:
+        line += "\n" + printable(f"{ended.failure.code}: {ended.failure.message}")
+    return line

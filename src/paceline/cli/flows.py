@@ -15,7 +15,6 @@ import click
 
 from paceline.cli.commands import Sections
 from paceline.cli.options import (
-    DATA_SIZE,
     SNAPSHOT,
     again,
     deadline_option,
@@ -35,16 +34,13 @@ from paceline.cli.options import (
     whole_run_id,
     whole_training_id,
 )
-from paceline.client import START_S, CoordinatorClient, retry
+from paceline.client import CoordinatorClient
 from paceline.config import Runtime, find_installation, with_job_settings
 from paceline.errors import (
-    Conflict,
-    CorruptData,
     InvalidInput,
     NotFound,
     PacelineError,
     SourceMissing,
-    TemporaryError,
 )
 from paceline.extras import require_extras
 from paceline.schemas import (
@@ -52,18 +48,11 @@ from paceline.schemas import (
     RUN_ID,
     SHA256_HEX,
     TRAINING_ID,
-    ApprovalShown,
-    DecidePromotion,
     FlowAnswer,
     flow_answer,
-    is_run_id,
     new_run_id,
-    one_of,
 )
-from paceline.text import printable
-from paceline.units import moment
 
-SHORTEST_DIGEST = 12  # as it is shown
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -301,7 +290,7 @@ def lifecycle(
 
     Interrupted, it prints the command that goes on; a finished stage is not done again.
     """
-    source = None if data is None else _placed(data)
+    source = None if data is None else placed(data)
     if model and Path(model).is_dir():
         model = str(Path(model).absolute())
     named = {"team": team, "project": project}
@@ -326,56 +315,7 @@ def verify(call: FlowCall, model_id: str, version: str, full: bool) -> int:
     return call.run("distribute.verify_model", model_id=model_id, version=version, full=full)
 
 
-@click.command(
-    cls=Sections,
-    sections={
-        "Reading": "format_ text_field key_field slice_field features missing_features tokenizer "
-        "max_tokens",
-        "Record": "purpose project max_bytes shard_bytes",
-    },
-)
-@click.argument("data", required=False)
-@click.option("--format", "format_", type=click.Choice(["text", "jsonl", "parquet", "tar"]),
-              help="Of the files.")  # fmt: skip
-@click.option("--text-field", help="JSONL and Parquet: the column; tar: the member's extension.")
-@click.option("--key-field", help="What names a sample, in DATA and in feature files.")
-@click.option(
-    "--slice-field",
-    multiple=True,
-    help="JSONL, Parquet: a column whose values the evaluation compares; may be repeated.",
-)
-@click.option("--features", multiple=True, help="Parquet file to join by key; may be repeated.")
-@click.option("--missing-features", type=click.Choice(["refuse", "skip"]),
-              help="What becomes of a sample without features.")  # fmt: skip
-@click.option("--tokenizer", help="'bytes', or the path of a tokenizer.json.")
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(min=1),
-    help="Leave longer conversations out; no limit else.",
-)
-@click.option("--purpose", help="What the data may be used for.")
-@click.option("--project", help="Which project the data belong to.")
-@click.option("--max-bytes", **DATA_SIZE, help="Take no more of DATA than this: 16MiB.")
-@click.option("--shard-bytes", **DATA_SIZE, help="Of a shard, at most: 1MiB.")
-@flow_options
-def snapshot(call: FlowCall, data: str | None, format_: str | None, **options: Any) -> int:
-    """Make a snapshot of the samples at DATA: a directory, a file, or s3://bucket/prefix.
-
-    What is not said is as in the profile's [data].
-    """
-    reading = {"format": format_, **options}
-    reading["features"] = [_placed(each) for each in options["features"]] or None
-    columns = options["slice_field"]
-    reading["slice_field"] = columns[0] if len(columns) == 1 else None
-    reading["slice_fields"] = list(columns) if len(columns) > 1 else None
-    if options["tokenizer"] not in {None, "bytes"}:
-        reading["tokenizer"] = _placed(options["tokenizer"])
-    reading = {name: value for name, value in reading.items() if value is not None}
-    source = None if data is None else _placed(data)
-    return call.run("publish.build_snapshot", data=source, reading=reading)
-
-
-def _placed(name: str) -> str:
+def placed(name: str) -> str:
     """Return a path made absolute for the flow's process; S3 URLs and 'stdlib' unchanged."""
     return name if name.startswith("s3://") or name == "stdlib" else str(Path(name).absolute())
 
@@ -457,90 +397,6 @@ def promote(
         snapshot_url=snapshot and or_last(snapshot, "url", call.state),
         approver=approver,
     )
-
-
-@click.command()
-@click.argument("run_id")
-@click.option("--reject", is_flag=True, help="Reject it: nothing is promoted.")
-@click.option("--reason", default="", help="Why; kept with the decision.")
-@click.option("--evidence", metavar="DIGEST", help="Its digest; refuse if it is about another.")
-@click.option("--show", "only_show", is_flag=True, help="Show what waits, and decide nothing.")
-@state_option
-@json_option
-def approve(
-    run_id: str,
-    reject: bool,
-    reason: str,
-    evidence: str | None,
-    only_show: bool,
-    state: Path | None,
-    as_json: bool,
-) -> int:
-    """Approve (or reject) the promotion of RUN_ID, with a token of scope approve.
-
-    The approver is the token's owner. The promotion then goes on by itself.
-    """
-    client = CoordinatorClient.of(find_installation(state))
-    if not is_run_id(run_id):
-        run_id = one_of("promotion", run_id, [each.run_id for each in client.approvals()])
-    try:
-        shown = client.approval(run_id)
-    except (TemporaryError, CorruptData) as error:  # it can be decided, or rejected, without
-        waiting = {each.run_id: each for each in client.approvals()}
-        if run_id not in waiting or only_show or not (reject or isinstance(error, TemporaryError)):
-            raise
-        why = error.one_line()
-        shown = ApprovalShown(status="waiting", request=waiting[run_id], no_evidence=why)
-    whole = shown.request.evidence_digest
-    if evidence is not None and not (
-        len(evidence) >= SHORTEST_DIGEST and whole.startswith(evidence.lower())
-    ):
-        raise Conflict(
-            "the promotion is about other evidence",
-            got=evidence,
-            wanted=f"{whole[:12]}, at least {SHORTEST_DIGEST} digits of it",
-            where=run_id,
-            do=f"Look at it again: paceline approve {run_id} --show",
-        )
-    if not only_show:
-        call = DecidePromotion(evidence_digest=whole, approved=not reject, reason=reason)
-        # a repeat of the same decision resumes what Prefect was too busy to resume
-        decided = retry(lambda: client.decide_promotion(run_id, call), START_S, notice)
-        found = {"evidence": shown.evidence, "no_evidence": shown.no_evidence}
-        shown = decided.model_copy(update=found)
-    show(shown.model_dump(mode="json"), as_json, *map(printable, _approval_lines(shown)))
-    return 0
-
-
-def _approval_lines(shown: ApprovalShown) -> list[str]:
-    from paceline.evaluation import judgement_lines
-
-    request, approval, found = shown.request, shown.approval, shown.evidence
-    facts = {"asked by": ", ".join(shown.submitters) or "the installation"}
-    if found is None:
-        lines = ["", f"no figures: {shown.no_evidence}"]
-    else:
-        lines = ["", *judgement_lines(found)]
-        url, digest = found.training_snapshot_url, found.training_snapshot_digest
-        facts["base"] = f"{found.model_id} {found.base_version}"
-        facts["training"] = f"{found.job_id}, on {url} (snapshot {str(digest)[:12]})"
-        facts["weights"] = f"{found.weights_digest[:12]}, manifest {found.manifest_digest[:12]}"
-        facts |= {"reviewed": "; ".join(found.reviewed)} if found.reviewed else {}
-    digests = request.evidence_digest, request.report_digest, request.policy_digest
-    facts["evidence"] = "{:.12}, report {:.12}, policy {:.12}".format(*digests)
-    facts |= {"page": request.page} if request.page else {}
-    facts["expires"] = moment(request.expires_at)
-    if shown.status == "waiting":
-        decide = f"paceline approve {request.run_id} --evidence {request.evidence_digest:.12}"
-        lines += ["", f"next:     {decide} [--reject] --reason WHY"]
-    if approval is not None:
-        why = f": {approval.reason}" if approval.reason else ""
-        facts["decided"] = (
-            f"{shown.status} by {approval.approver} (token {approval.token_id}), "
-            f"{moment(approval.at)}{why}"
-        )
-    head = f"{request.model_id} {request.version}, {request.run_id}: {shown.status}"
-    return [head, *(f"  {name:<9} {value}" for name, value in facts.items()), *lines]
 
 
 @click.command(cls=Sections, sections={"With DEPLOYMENT_ID": "deadline", "With MODEL_ID": "run_id"})

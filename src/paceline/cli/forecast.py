@@ -6,14 +6,21 @@ runs one deployment under a virtual clock and network, with failures. Neither mo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from paceline.cli.commands import Sections
-from paceline.cli.options import LINK, SIZE, json_option, show, state_option, to_option
+from paceline.cli.options import (
+    LINK,
+    SIZE,
+    json_option,
+    show,
+    state_option,
+    to_option,
+    with_options,
+)
 from paceline.client import CoordinatorClient
 from paceline.config import find_installation
 from paceline.errors import InvalidInput, NotReady
@@ -78,15 +85,8 @@ FLEET_SECTIONS = {
 }
 
 
-def fleet_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``command`` with the options that describe a fleet and a model for it."""
-    for option in reversed(_FLEET):
-        command = option(command)
-    return command
-
-
 @click.command(cls=Sections, sections=FLEET_SECTIONS)
-@fleet_options
+@with_options(_FLEET)
 @to_option
 @state_option
 def plan(
@@ -116,7 +116,7 @@ def plan(
 
 
 @click.command("simulate", cls=Sections, sections=FLEET_SECTIONS)
-@fleet_options
+@with_options(_FLEET)
 @click.option("--fail", type=float, default=0.0, help="Share of workers that die, e.g. 0.05.")
 @click.option(
     "--corrupt", type=float, default=0.0, help="Share of transfers of pieces that arrive corrupt."

@@ -10,17 +10,17 @@ import contextlib
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from paceline.cli.commands import Sections
 from paceline.cli.options import (
+    every,
     json_option,
     notice,
     profile_options,
@@ -28,6 +28,7 @@ from paceline.cli.options import (
     show,
     state_directory,
     state_option,
+    with_options,
 )
 from paceline.client import CoordinatorClient
 from paceline.config import (
@@ -77,27 +78,19 @@ def up(state: Path | None, profile: str, overrides: tuple[str, ...], as_json: bo
     return 0
 
 
-@contextlib.contextmanager
-def _naming_services(directory: Path, began: float) -> Iterator[None]:
+def _naming_services(directory: Path, began: float) -> AbstractContextManager[None]:
     """Within the ``with``, print each service of the installation once it is ready."""
     from paceline import cluster as fleet
 
-    over, said = threading.Event(), set[str]()
+    said = set[str]()
 
     def look() -> None:
-        while not over.wait(1.0):
-            for each in fleet.status(directory).services:
-                if each.state == "ready" and each.name not in said:
-                    said.add(each.name)
-                    notice(f"  {each.name} after {time.monotonic() - began:.0f} s", mark="")
+        for each in fleet.status(directory).services:
+            if each.state == "ready" and each.name not in said:
+                said.add(each.name)
+                notice(f"  {each.name} after {time.monotonic() - began:.0f} s", mark="")
 
-    thread = threading.Thread(target=look, name="services", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    return every(1.0, look)
 
 
 @click.command()
@@ -232,14 +225,6 @@ JOIN_OPTIONS = (
         " authority that the token names.",
     ),
 )
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def join_options(command: F) -> F:
-    """Add --join, --coordinator and --ca."""
-    for option in reversed(JOIN_OPTIONS):
-        command = option(command)
-    return command
 
 
 @click.command(
@@ -285,7 +270,7 @@ def join_options(command: F) -> F:
 )
 @click.option("--warm", is_flag=True, help="Load the S3 client at the start: 25 MB, 0.4 s sooner.")
 @click.option("--die-with-parent", is_flag=True, help="Exit when the process that started it dies.")
-@join_options
+@with_options(JOIN_OPTIONS)
 def agent(
     state: Path, join_token: str, coordinator_url: str, ca: Path | None, **options: Any
 ) -> int:
@@ -369,7 +354,7 @@ def _findings(state_dir: Path) -> tuple[str, ...]:
     " scheduler.",
 )
 @click.option("--until-eof", is_flag=True, help="End when standard input does (over SSH).")
-@join_options
+@with_options(JOIN_OPTIONS)
 def worker(
     state: Path,
     worker_id: str,

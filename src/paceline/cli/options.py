@@ -115,6 +115,17 @@ def gang_options(command: F) -> F:
     return cast(F, wrapped)
 
 
+def with_options(
+    options: Sequence[Callable[[Callable[..., Any]], Callable[..., Any]]],
+) -> Callable[[F], F]:
+    """Return the decorator that adds ``options`` to a command, the first of them first."""
+
+    def add(command: F) -> F:
+        return cast(F, functools.reduce(lambda made, each: each(made), reversed(options), command))
+
+    return add
+
+
 def show(answer: BaseModel | Mapping[str, Any], as_json: bool, *lines: str) -> None:
     """Print ``answer`` as one JSON object, or ``lines`` for a person."""
     if not as_json:
@@ -272,6 +283,17 @@ def print_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
             click.echo(f"  {name:<10} {value}".rstrip())
 
 
+def show_table(
+    answer: BaseModel, as_json: bool, names: Sequence[str], rows: Sequence[Sequence[str]]
+) -> int:
+    """Print ``answer`` as one JSON object, or ``rows`` as a table for a person."""
+    if as_json:
+        click.echo(answer.model_dump_json())
+    else:
+        print_table(names, rows)
+    return 0
+
+
 def notice(line: str, mark: str = "! ") -> None:
     """Print what a person should know on standard error, without disturbing the result."""
     click.echo(f"{mark}{line}", err=True)
@@ -399,6 +421,24 @@ def ends_in_order() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def every(seconds: float, report: Callable[[], None]) -> Iterator[None]:
+    """Within the ``with``, call ``report`` every ``seconds`` in a thread of its own."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.wait(seconds):
+            report()
+
+    thread = threading.Thread(target=run, name="report", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def say_only_defects() -> None:
     """Log only records with a traceback; the command's result or error covers the rest."""
     handler = logging.StreamHandler()
@@ -449,10 +489,7 @@ def parsed(parse: Callable[[str], T]) -> Callable[[click.Context, click.Paramete
         try:
             return parse(value)
         except InvalidInput as error:
-            option = parameter.opts[0]
-            raise InvalidInput(
-                error.what, got=error.got, wanted=error.wanted, where=option
-            ) from error
+            raise error.as_kind(InvalidInput, where=parameter.opts[0]) from error
 
     return callback
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
@@ -63,12 +62,7 @@ class StageBars:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
     def __call__(self, update: StageUpdate) -> None:

@@ -7,31 +7,39 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.live import Live
 
-from paceline.cli.board import Board, View, event_line, figures, is_bad, render
+from paceline.cli.board import (
+    Board,
+    figures,
+    lines_of_json,
+    lines_of_text,
+    live,
+    outcome_of,
+    said_of,
+    shown_end,
+    until_ended,
+)
 from paceline.cli.options import (
     deadline_option,
     json_option,
     machine_line,
     print_table,
     show,
+    show_table,
     state_directory,
     state_option,
     to_option,
     whole_deployment_id,
 )
-from paceline.client import CoordinatorClient, Follower, Item, Lost
+from paceline.client import CoordinatorClient, Follower, Lost
 from paceline.config import Runtime, find_installation
 from paceline.errors import (
     AccessDenied,
-    Cancelled,
-    DeploymentFailed,
     InvalidInput,
     NotFound,
     NotReady,
@@ -45,21 +53,17 @@ from paceline.schemas import (
     DeploymentMoment,
     DeploymentsShown,
     DeploymentStatus,
-    EventItem,
-    Missed,
     Moment,
-    Outcome,
     ReplicaStatus,
     ServiceStatus,
     StatusReport,
     WorkersShown,
     select_workers,
 )
-from paceline.text import printable, shortened
+from paceline.text import shortened
 from paceline.units import duration, size
 
 POLL_S = 0.2
-LINE_EVERY_S = 5.0  # without a terminal
 
 deployment_argument = click.argument("deployment_id", metavar="ID")
 
@@ -89,8 +93,8 @@ def watch(deployment_id: str | None, patience: float, state: Path | None, as_jso
         chosen = _newest(runtime)
     follower = Follower.of(runtime, deployment_id=chosen, after=0, patience_s=patience)
     if not as_json:
-        return _outcome(_shown_until_ended(follower)).exit_code
-    outcome = _outcome(_lines_of_json(follower, Board()))
+        return outcome_of(_shown_until_ended(follower)).exit_code
+    outcome = outcome_of(lines_of_json(follower, Board()))
     click.echo(outcome.model_dump_json())
     return outcome.exit_code
 
@@ -106,16 +110,16 @@ def follow(
     if not quiet:
         return _shown_until_ended(follower, activates=activates)
     board = Board()
-    for _ in _until_ended(follower, board):
+    for _ in until_ended(follower, board):
         pass
-    return _shown(board)
+    return shown_end(board)
 
 
 def _shown_until_ended(follower: Follower, *, activates: bool = False) -> DeploymentMoment:
     board, console = Board(), Console()
     is_live = console.is_terminal
-    ended = _live(follower, board, console) if is_live else _lines(follower, board)
-    said = _said(ended)
+    ended = live(follower, board, console) if is_live else lines_of_text(follower, board)
+    said = said_of(ended)
     if not activates and ended.status is DeploymentStatus.COMPLETE and ended.activation == "none":
         said += f"\nSwitch to it with `paceline activate {ended.deployment_id}`."
     console.print(said, highlight=False, markup=False) if is_live else click.echo(said)
@@ -167,9 +171,6 @@ def workers(targets: tuple[str, ...], state: Path | None, as_json: bool) -> int:
     if targets:
         chosen = set(select_workers(";".join(targets), found))
         found = [each for each in found if each.worker_id in chosen]
-    if as_json:
-        click.echo(WorkersShown(workers=tuple(found)).model_dump_json())
-        return 0
     rows = [
         (
             each.worker_id,
@@ -182,8 +183,8 @@ def workers(targets: tuple[str, ...], state: Path | None, as_json: bool) -> int:
         )
         for each in found
     ]
-    print_table(("worker", "state", "labels", "machine", "link", "free", "address"), rows)
-    return 0
+    names = ("worker", "state", "labels", "machine", "link", "free", "address")
+    return show_table(WorkersShown(workers=tuple(found)), as_json, names, rows)
 
 
 @click.command()
@@ -335,96 +336,6 @@ def _newest(runtime: Runtime) -> str:
         raise NotFound("there is no deployment to watch", do="Begin one: `paceline distribute`.")
     flying = [each for each in known if not each.status.is_final]
     return (flying or known)[-1].deployment_id
-
-
-def _until_ended(follower: Follower, board: Board) -> Iterator[Item]:
-    """Yield items up to the one in which the deployment has ended."""
-    for item in follower.items():
-        board.take(item)
-        yield item
-        ended = board.deployment is not None and board.deployment.status.is_final
-        if ended and isinstance(item, Moment):
-            return
-
-
-def _lines_of_json(follower: Follower, board: Board) -> DeploymentMoment:
-    last = ""
-    for item in _until_ended(follower, board):
-        if isinstance(item, Lost):
-            continue  # the follower reconnects, or raises
-        if isinstance(item, Moment) and not (item.full or item.deployments or item.workers):
-            continue
-        line = item.model_dump_json()
-        if line != last:
-            click.echo(line)
-        last = line
-    return _shown(board)
-
-
-def _lines(follower: Follower, board: Board) -> DeploymentMoment:
-    """Print each event, and changed figures at most every LINE_EVERY_S."""
-    said, said_s, lost = "", -LINE_EVERY_S, False
-    for item in _until_ended(follower, board):
-        now_s = time.monotonic()
-        if isinstance(item, EventItem):
-            mark = "! " if is_bad(item.event) else ""
-            click.echo(f"{mark}{event_line(item.event)}")
-        elif isinstance(item, Missed):
-            click.echo(f"{item.first - item.after - 1} earlier events are no longer held")
-        elif isinstance(item, Lost):
-            if not lost:
-                click.echo(f"! reconnecting: {item.reason}; the transfer goes on", err=True)
-            lost = True
-        elif board.deployment is not None:
-            lost = False
-            line = figures(board.deployment)
-            if line != said and now_s - said_s >= LINE_EVERY_S:
-                click.echo(line)
-                said, said_s = line, now_s
-    return _shown(board)
-
-
-def _live(follower: Follower, board: Board, console: Console) -> DeploymentMoment:
-    with Live(View(board), console=console, refresh_per_second=4, transient=True):
-        for _ in _until_ended(follower, board):
-            pass
-    # The final state stays on the screen, with as many workers as fit.
-    console.print(render(board, console.width, max(console.height, 40)))
-    return _shown(board)
-
-
-def _shown(board: Board) -> DeploymentMoment:
-    assert board.deployment is not None
-    return board.deployment
-
-
-def _outcome(ended: DeploymentMoment) -> Outcome:
-    codes = {
-        DeploymentStatus.COMPLETE: 0,
-        DeploymentStatus.CANCELLED: Cancelled.exit_code,
-    }
-    return Outcome(
-        deployment_id=ended.deployment_id,
-        status=ended.status,
-        seconds=ended.seconds,
-        workers_complete=ended.workers_complete,
-        workers_failed=ended.workers_failed,
-        failure=ended.failure,
-        exit_code=codes.get(ended.status, DeploymentFailed.exit_code),
-    )
-
-
-def _said(ended: DeploymentMoment) -> str:
-    took = f" in {duration(ended.seconds)}" if ended.seconds is not None else ""
-    line = (
-        f"{ended.status.value}{took}: {ended.model_id} {ended.version} on "
-        f"{ended.workers_complete} of {ended.workers} workers"
-    )
-    if ended.workers_failed:
-        line += f", without {shortened(ended.workers_failed)}"
-    if ended.failure is not None and ended.status is not DeploymentStatus.COMPLETE:
-        line += "\n" + printable(f"{ended.failure.code}: {ended.failure.message}")
-    return line
 
 
 # --- switching -----------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import training.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import time
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.cluster import worker_processes as remote
-from paceline.cluster.pinned_calls import CLAIM_DEADLINE_S, Calls, Crew, Member, call
+from paceline.cluster.pinned_calls import CLAIM_DEADLINE_S, Calls, Crew, Member, call, release
 from paceline.cluster.worker_processes import Order, Share
 from paceline.errors import PacelineError, WorkerLost
 from paceline.text import printable
@@ -195,12 +194,9 @@ class HeldNodes:
             self._look_after_endings(0.1)
         for calls, _ in self._endings:
             calls.give_up()
-        calls = self._fleet._calls(slot=False)
-        for worker_id, member in self._members.items():  # a restarted node has a new address
-            calls.submit(worker_id, member.address, remote.release, self._job_id)
+        addresses = {each: member.address for each, member in self._members.items()}
         self._members.clear()
-        with contextlib.suppress(Exception):  # a claim expires by itself
-            calls.gather(CLAIM_DEADLINE_S)
+        release(self._fleet, self._job_id, addresses)  # a restarted node has a new address
 
     def _member(self, worker_id: str) -> Member:
         if (member := self._members.get(worker_id)) is None:

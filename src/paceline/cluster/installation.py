@@ -15,16 +15,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from paceline import errors
 from paceline.cluster.embedded import remove_runtime, require_ours, require_protected
 from paceline.cluster.processes import clean_environment, last_line, resident_bytes
 from paceline.cluster.service import Launch, ServiceSpec, StopReport
 from paceline.cluster.subreaper import descendants
 from paceline.cluster.supervisor import LOCK_FILE, SERVICES_LOCK_FILE, STATUS_FILE, locked_error
 from paceline.config import Profile, Runtime
-from paceline.errors import InvalidProfile, NotReady, PacelineError
+from paceline.errors import InvalidProfile, NotReady, from_record
 from paceline.extras import require_extras
 from paceline.schemas import InstallationStatus, ServiceStatus
 from paceline.system import ensure_own_directory, ensure_private, is_readable, process_holding
@@ -188,15 +186,8 @@ def _await_ready(reports: int, deadline: float, log_path: Path) -> Runtime:
         line += chunk
     report = json.loads(line)
     if "code" in report:
-        raise _rebuilt(report)
+        raise from_record(report)
     return Runtime.model_validate(report)
-
-
-def _rebuilt(report: dict[str, Any]) -> PacelineError:
-    kind = getattr(errors, str(report["code"]), PacelineError)
-    what, got, wanted, where, do = report["fields"]
-    error: PacelineError = kind(what, got=got, wanted=wanted, where=where, do=do)
-    return error
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

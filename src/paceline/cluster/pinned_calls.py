@@ -317,11 +317,16 @@ def claimed(
             time.sleep(CLAIM_RETRY_S)
         yield
     finally:
-        calls = fleet._calls(slot=False)
-        for worker_id, address in nodes.items():
-            calls.submit(worker_id, address, remote.release, gang_id)
-        with contextlib.suppress(Exception):  # a claim expires by itself
-            calls.gather(CLAIM_DEADLINE_S)
+        release(fleet, gang_id, nodes)
+
+
+def release(fleet: Any, gang_id: str, addresses: Mapping[str, str]) -> None:
+    """Release what ``gang_id`` claims on these nodes; never raises."""
+    calls = fleet._calls(slot=False)
+    for worker_id, address in addresses.items():
+        calls.submit(worker_id, address, remote.release, gang_id)
+    with contextlib.suppress(Exception):  # a claim expires by itself
+        calls.gather(CLAIM_DEADLINE_S)
 
 
 @contextlib.contextmanager
@@ -340,10 +345,7 @@ def one_accelerator(
     try:
         yield replace(order, gang_id=order.process_id)
     finally:
-        calls = fleet._calls(slot=False)
-        calls.submit(worker_id, address, remote.release, order.process_id)
-        with contextlib.suppress(Exception):  # a claim expires by itself
-            calls.gather(CLAIM_DEADLINE_S)
+        release(fleet, order.process_id, {worker_id: address})
 
 
 def call(

@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,7 +34,15 @@ from paceline.cluster.processes import resident_bytes
 from paceline.cluster.service import Launch, Service
 from paceline.cluster.subreaper import become_subreaper, descendants, kill_descendants
 from paceline.config import DEFAULT_S3, Endpoints, Profile, Runtime, save_runtime
-from paceline.errors import Cancelled, Conflict, NotReady, PacelineError, PortInUse, StateLocked
+from paceline.errors import (
+    Cancelled,
+    Conflict,
+    NotReady,
+    PacelineError,
+    PortInUse,
+    StateLocked,
+    to_record,
+)
 from paceline.schemas import InstallationStatus
 from paceline.system import write_private
 from paceline.text import log_to_stderr
@@ -325,7 +333,7 @@ class Supervisor:
         except OSError as error:  # a full disk is no reason to stop what runs
             log.warning("status cannot be written error=%s", error)
 
-    def _report(self, content: dict[str, object]) -> None:
+    def _report(self, content: Mapping[str, object]) -> None:
         """Write one JSON line to the process that started this one, if it still runs."""
         if self.report_fd >= 0:
             with contextlib.suppress(OSError):
@@ -381,15 +389,7 @@ def main() -> int:
         supervisor.run(launch)
     except PacelineError as error:
         log.exception("installation failed")
-        supervisor._report(
-            {
-                "code": error.code,
-                "fields": [
-                    None if each is None else str(each)
-                    for each in (error.what, error.got, error.wanted, error.where, error.do)
-                ],
-            }
-        )
+        supervisor._report(to_record(error))
         return error.exit_code
     return 0
 

@@ -4,6 +4,8 @@ from .callers import (
     audit_event as audit_event,
     current_call as current_call,
     current_caller as current_caller,
+    owner_of as owner_of,
+    require_owner as require_owner,
     require_worker as require_worker,
 )
 from .coordinator import Coordinator as Coordinator

@@ -2,7 +2,8 @@
 
 The access middleware sets ``current_call`` before the routes run; the context variable also
 reaches worker threads. From it come the audit event of a change, committed in the change's own
-transaction (``with_audit_event``), and the check that a worker's token acts for that worker only.
+transaction (``with_audit_event``), and the checks that a worker's token acts for that worker only,
+and a team's for that team.
 No HTTP here.
 """
 
@@ -79,6 +80,27 @@ def require_worker(worker_id: str) -> None:
             where=call.what,
             do="Each agent uses the token that it joined with.",
         )
+
+
+def owner_of(team: str, project: str) -> tuple[str, str]:
+    """Return the team and project of what names these: where it names none, those that the caller's
+    token is bound to. Raises AccessDenied where the token is bound to others."""
+    caller = current_caller()
+    team, project = team or caller.team or "default", project or caller.project or ""
+    require_owner(team, project)
+    return team, project
+
+
+def require_owner(team: str, project: str) -> None:
+    """Raise AccessDenied where the caller's token is bound to another team or project."""
+    caller = current_caller()
+    for kind, bound, got in (("team", caller.team, team), ("project", caller.project, project)):
+        if bound is not None and bound != got:
+            raise AccessDenied(
+                f"the token is another {kind}'s",
+                got=f"{kind} {got or 'none'}",
+                wanted=f"{kind} {bound}",
+            )
 
 
 def with_audit_event(effects: Sequence[Effect], at: float) -> list[Effect]:

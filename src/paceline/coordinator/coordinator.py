@@ -9,10 +9,8 @@ copy of the store's and serves reads only. Leader election is in ``leadership``;
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -55,6 +53,7 @@ from paceline.schemas import (
     StageRecord,
     TrainingJob,
     digest_of,
+    new_deployment_id,
     select_workers,
 )
 
@@ -205,8 +204,11 @@ class Coordinator:
             stored = self._commit(term, with_audit_event(effects, self._wall()))
             if not stored and not self._coordination.is_leading(term):
                 raise self._role.not_leading()  # frozen in between: another may have decided
-        if isinstance(event, Activate | Cancel | Rollback) or any(map(_wakes_agents, effects)):
-            self.notifier.ring()
+        emitted = {each.name for each in effects if isinstance(each, EmitEvent)}
+        planned = any(isinstance(each, SavePlan) for each in effects)
+        switches = EventName.DEPLOYMENT_SWITCHING in emitted
+        if isinstance(event, Activate | Cancel | Rollback) or planned or switches:
+            self.notifier.ring()  # held heartbeat answers are computed again
         for each in stored:
             fields = {"deployment": each.deployment_id, "worker": each.worker_id} | each.data
             shown = [f"{key}={value}" for key, value in fields.items() if value is not None]
@@ -234,8 +236,7 @@ class Coordinator:
         finally:
             self._lock.release()
         answer = effects[0]
-        assert isinstance(answer, Answer)
-        assert isinstance(answer.record, HeartbeatAnswer)
+        assert isinstance(answer, Answer) and isinstance(answer.record, HeartbeatAnswer)
         return answer.record
 
     def tick(self) -> None:
@@ -279,7 +280,7 @@ class Coordinator:
         }
         answer = self.handle(
             Create(
-                deployment_id=_new_id(self._wall()),
+                deployment_id=new_deployment_id(self._wall()),
                 call=call.model_copy(update=found),
                 manifest=manifest,
                 key=key,
@@ -299,12 +300,7 @@ class Coordinator:
         where the ledger is full.
         """
         line = LedgerEntry.of(record)
-        data: dict[str, object] = {
-            "stage": record.stage,
-            "run_id": record.run_id,
-            "seconds": record.seconds,
-            "output_digest": record.output_digest,
-        }
+        data = record.model_dump(include={"stage", "run_id", "seconds", "output_digest"})
         finished = EmitEvent(EventName.STAGE_FINISHED, self._wall(), None, None, data)
         effects = with_audit_event([Save(record), finished], self._wall())
         with self._keeping:
@@ -450,7 +446,7 @@ class Coordinator:
         if self._trouble is None:
             return
         if self._monotonic() < self._try_again_s:
-            raise _again(self._trouble) from self._trouble
+            raise self._trouble.as_kind(ServiceUnavailable) from self._trouble
         # The state may be ahead of the store: reload what was committed.
         try:
             self._state = self._restored(term.epoch)
@@ -461,7 +457,7 @@ class Coordinator:
 
     def _require_current(self) -> None:
         if self._trouble is not None:
-            raise _again(self._trouble) from self._trouble
+            raise self._trouble.as_kind(ServiceUnavailable) from self._trouble
         self._role.require_current(self._coordination.backend)
 
     def _commit(self, term: Term, effects: Sequence[Effect]) -> list[StoredEvent]:
@@ -480,7 +476,7 @@ class Coordinator:
             log.warning("leads no more epoch=%d reason=another does", term.epoch)
             self.notifier.ring()
             return self._role.not_leading()
-        return _again(error)
+        return error.as_kind(ServiceUnavailable)
 
     # --- the store -------------------------------------------------------------------------------
 
@@ -501,24 +497,3 @@ class Coordinator:
         while page := self._coordination.events_after(after, EVENT_PAGE):
             ring.extend(page)
             after = page[-1].seq
-
-
-def _new_id(at: float) -> str:
-    """Return a UUID of version 7 (RFC 9562); they sort by creation time."""
-    bits = (int(at * 1000) & 2**48 - 1) << 80 | int(secrets.token_hex(10), 16)
-    bits = bits & ~(0xF << 76) | 7 << 76
-    return str(uuid.UUID(int=bits & ~(3 << 62) | 2 << 62))
-
-
-def _wakes_agents(effect: Effect) -> bool:
-    """Return whether held heartbeat answers must be computed again after ``effect``."""
-    switching = EventName.DEPLOYMENT_SWITCHING
-    return isinstance(effect, SavePlan) or (
-        isinstance(effect, EmitEvent) and effect.name is switching
-    )
-
-
-def _again(error: PacelineError) -> ServiceUnavailable:
-    return ServiceUnavailable(
-        error.what, got=error.got, wanted=error.wanted, where=error.where, do=error.do
-    )

@@ -182,14 +182,8 @@ def fetch_manifest(
         manifest = parse_manifest(raw)
     except InvalidManifest as error:
         where = f"{error.where} in {url}" if error.where else url
-        raise InvalidManifest(
-            error.what,
-            got=error.got,
-            wanted=error.wanted,
-            where=where,
-            do=error.do
-            or "Delete that manifest.json and publish again: files that are there stay.",
-        ) from error
+        do = error.do or "Delete that manifest.json and publish again: files that are there stay."
+        raise error.as_kind(InvalidManifest, where=where, do=do) from error
     policy.check(manifest, where=url)
     return manifest
 

@@ -31,7 +31,7 @@ def verify_directory(
     try:
         files, checksums = reading.run([chunk.size for chunk in manifest.chunks])
     except (SourceChanged, AccessDenied) as error:
-        raise CorruptData(error.what, got=error.got, where=error.where, do=_AGAIN) from error
+        raise error.as_kind(CorruptData, wanted=None, do=_AGAIN) from error
     for got, wanted in zip(files, manifest.files, strict=True):
         wrong = [
             n
@@ -63,7 +63,7 @@ def _refuse_extras(root: Path, manifest: Manifest) -> None:
     except SourceMissing as error:
         raise CorruptData("model directory is missing", where=root, do=_AGAIN) from error
     except InvalidManifest as error:
-        raise CorruptData(error.what, got=error.got, wanted=error.wanted, where=root) from error
+        raise error.as_kind(CorruptData, where=root, do=None) from error
     extra = sorted(found - {file.path for file in manifest.files})
     if extra:
         raise CorruptData(

@@ -361,11 +361,6 @@ def gate_metrics(decision: GateDecision) -> list[MetricPoint]:
     return _points({"gate/passed": float(decision.passed), "gate/failed_checks": failed}, step=0)
 
 
-def run_tags(run_id: str, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the tags of an MLflow run that belongs to Paceline's ``run_id``."""
-    return {**(extra or {}), TAG_RUN_ID: run_id}
-
-
 def _points(values: Mapping[str, float | None], *, step: int) -> list[MetricPoint]:
     present: Iterable[tuple[str, float]] = (
         (key, float(value)) for key, value in values.items() if value is not None

@@ -36,7 +36,6 @@ from paceline.registry.lineage import (
     TAG_JOB,
     TAG_RUN_ID,
     MetricPoint,
-    run_tags,
     training_usage,
 )
 from paceline.schemas import TrainingUsage
@@ -121,9 +120,8 @@ class RunLog:
         experiment_id = self._ensure_experiment(experiment)
         found = self._find_run(run_id, experiment_id)
         if found is None:
-            created = self.call(
-                "create_run", experiment_id, tags=run_tags(run_id, tags), run_name=name or run_id
-            )
+            marked = {**(tags or {}), TAG_RUN_ID: run_id}
+            created = self.call("create_run", experiment_id, tags=marked, run_name=name or run_id)
             found = self._find_run(run_id, experiment_id) or str(created.info.run_id)
         return found
 

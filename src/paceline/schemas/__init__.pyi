@@ -44,6 +44,7 @@ from .base import (
     canonical_json as canonical_json,
     digest_of as digest_of,
     is_run_id as is_run_id,
+    new_deployment_id as new_deployment_id,
     new_run_id as new_run_id,
     one_of as one_of,
     parse_json as parse_json,

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from paceline.config import ObjectAccess, aws_variables, named_secret
@@ -30,6 +30,8 @@ from paceline.errors import (
     StorageFull,
 )
 from paceline.storage.signing import Sign, SignedRequests
+
+Answer = TypeVar("Answer")
 
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 20.0  # twice within the retry budget
@@ -422,6 +424,14 @@ class RetryBudget:
         self._failures = 0
         self._since = time.monotonic()
 
+    def repeat(self, call: Callable[[], Answer]) -> Answer:
+        """Return what ``call`` returns, repeated within the budget while the server is busy."""
+        while True:
+            try:
+                return call()
+            except ServiceUnavailable as error:
+                self.failed(error)
+
     def failed(self, error: ServiceUnavailable) -> None:
         """Wait before the next attempt; raises ``error`` when attempts or budget are used up."""
         self._failures += 1
@@ -429,11 +439,6 @@ class RetryBudget:
         wait_s *= random.uniform(0.5, 1.5)
         waited_s = time.monotonic() - self._since
         if self._failures >= MAX_RETRIES or waited_s + wait_s > RETRY_BUDGET_S:
-            raise ServiceUnavailable(
-                error.what,
-                got=f"{error.got}, {self._failures} times in {waited_s:.0f} s",
-                wanted=error.wanted,
-                where=error.where,
-                do=error.do,
-            ) from error
+            got = f"{error.got}, {self._failures} times in {waited_s:.0f} s"
+            raise error.as_kind(ServiceUnavailable, got=got) from error
         time.sleep(wait_s)

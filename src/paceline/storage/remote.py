@@ -92,18 +92,17 @@ class RemoteReader:
 
     def get(self, path: str, headers: Mapping[str, str] | None = None) -> bytes:
         """Return the small document at ``path``; waits out a server that is busy."""
-        url, budget = f"{self._access.endpoint}{path}", RetryBudget()
-        while True:
-            try:
-                with self.opened(url, headers) as response:
-                    raw = response.read(MAX_DOCUMENT_BYTES + 1)
-            except ServiceUnavailable as error:
-                budget.failed(error)
-                continue
-            if len(raw) > MAX_DOCUMENT_BYTES:
-                got, wanted = f"more than {MAX_DOCUMENT_BYTES} bytes", "a listing of files"
-                raise PermanentError("an answer is too large", got=got, wanted=wanted, where=url)
-            return raw
+        url = f"{self._access.endpoint}{path}"
+
+        def read() -> bytes:
+            with self.opened(url, headers) as response:
+                return response.read(MAX_DOCUMENT_BYTES + 1)
+
+        raw = RetryBudget().repeat(read)
+        if len(raw) > MAX_DOCUMENT_BYTES:
+            got, wanted = f"more than {MAX_DOCUMENT_BYTES} bytes", "a listing of files"
+            raise PermanentError("an answer is too large", got=got, wanted=wanted, where=url)
+        return raw
 
     def parse(self, kind: type[Document], raw: bytes, where: str) -> Document:
         """Return the JSON document in ``raw``; raises PermanentError for another one."""

@@ -165,12 +165,8 @@ class ObjectStore:
                     return
                 silent_s = time.monotonic() - began_s
                 if not left:
-                    raise ServiceUnavailable(
-                        "S3 does not answer",
-                        got=f"nothing, {SILENT_ATTEMPTS} times in {silent_s:.0f} s",
-                        where=error.where,
-                        do=error.do,
-                    ) from error
+                    got = f"nothing, {SILENT_ATTEMPTS} times in {silent_s:.0f} s"
+                    raise error.as_kind(ServiceUnavailable, got=got) from error
                 on_failed(error, silent_s)
             except PacelineError:
                 return
@@ -219,25 +215,21 @@ class ObjectStore:
         well): the content is then unknown.
         """
         bucket, key = _object(url)
-        patience = RetryBudget()
 
         def put() -> bool:
-            while True:
-                try:
-                    with translate_s3_errors(self.endpoint_url, url):
-                        self._client.put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
-                except SourceChanged:  # 412
-                    return False
-                except ServiceUnavailable as error:
-                    patience.failed(error)
-                else:
-                    return True
+            try:
+                with translate_s3_errors(self.endpoint_url, url):
+                    self._client.put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
+            except SourceChanged:  # 412
+                return False
+            return True
 
+        repeat = RetryBudget().repeat
         try:
-            written = self.has_conditional_writes is not False and put()
+            written = self.has_conditional_writes is not False and repeat(put)
             # Many servers ignore a condition that they do not support.
             if self.has_conditional_writes is None:
-                self.has_conditional_writes = not (written and put())
+                self.has_conditional_writes = not (written and repeat(put))
         except PermanentError as error:
             if not str(error.got).startswith(_NO_CONDITION):
                 raise

@@ -69,15 +69,11 @@ def secrets_of(runtime: Runtime | None) -> Iterator[str]:
         kept = json.loads((runtime.state_dir / SECRETS_FILE).read_bytes())
     except (OSError, ValueError):
         kept = {}
-    values += [each for each in kept.values() if isinstance(each, str) and not _is_path(each)]
+    values += [x for x in kept.values() if isinstance(x, str) and not x.startswith("/")]  # no path
     for each in values:
         yield each
         if ":" in each:  # "user:password"
             yield each.partition(":")[2]
-
-
-def _is_path(value: str) -> bool:
-    return value.startswith("/")
 
 
 def _aws_keys() -> Iterator[str]:

@@ -74,9 +74,7 @@ def guarded(
             try:
                 yield from check(*args, **kwargs)
             except PacelineError as error:
-                found = PacelineError(
-                    error.what, got=error.got, wanted=error.wanted, where=error.where
-                )
+                found = error.as_kind(PacelineError, do=None)
                 yield failed(name, found.one_line(), error.do or "")
             except (OSError, ValueError) as error:
                 yield failed(name, error, "See whether the file, the disk or the server is there.")

@@ -69,7 +69,9 @@ def doctor(
         found.append(checks.failed("installation", error.what, error.do or ""))
     if not as_json:
         _print(found)
-    place: Place = "client" if runtime is None or runtime.is_login else place_of(runtime)
+    place: Place = "client"
+    if runtime is not None and not runtime.is_login:
+        place = "control" if runtime.secrets.coordinator_token else "node"
     if runtime is not None:
         for each in _checks(runtime, place, source):
             found.append(each)
@@ -109,11 +111,6 @@ def _servers(as_json: bool) -> int:
         made = Diagnosis(status=status, place="control", checks=tuple(found), bundle="")
         click.echo(made.model_dump_json())
     return int(bad)
-
-
-def place_of(runtime: Runtime) -> Place:
-    """Return what kind of machine a state directory makes this one."""
-    return "control" if runtime.secrets.coordinator_token else "node"
 
 
 def _checks(runtime: Runtime, place: Place, source: str) -> Iterator[Check]:

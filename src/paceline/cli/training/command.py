@@ -316,6 +316,11 @@ def train_here(
             if line:
                 say(line)
         followers: list[Callable[[RankEvent], None]] = [lines]
+
+        def on_event(event: RankEvent) -> None:
+            for each in followers:
+                each(event)
+
         with contextlib.ExitStack() as stack:
             logged: TrainingLog | None = None
             if mlflow is not None:
@@ -326,7 +331,7 @@ def train_here(
             signals.running = True
             try:
                 with lines.watched():
-                    result = single.run(job, on_event=_to_all(followers), cancel=cancel)
+                    result = single.run(job, on_event=on_event, cancel=cancel)
             except Cancelled as error:
                 raise lines.stopped(place) from error
             if logged is not None:
@@ -345,16 +350,6 @@ def train_here(
         if logged is not None and logged.run_id:
             click.echo(f"  mlflow        {logged.uri}, run {logged.run_id}")
     return 0
-
-
-def _to_all(followers: list[Callable[[RankEvent], None]]) -> Callable[[RankEvent], None]:
-    """Return a callback that passes each event to every follower."""
-
-    def on_event(event: RankEvent) -> None:
-        for each in followers:
-            each(event)
-
-    return on_event
 
 
 @contextlib.contextmanager

@@ -21,10 +21,10 @@ from paceline.cli.options import (
     json_option,
     notice,
     or_last,
-    print_table,
     project_option,
     purpose_option,
     show,
+    show_table,
     state_option,
     whole_job_id,
     whole_training_id,
@@ -163,9 +163,6 @@ def list_jobs(
 ) -> int:
     """List jobs, the newest first: how far each is, and why it waits."""
     found = _client(state).jobs(states, offset=offset, **wanted)
-    if as_json:
-        click.echo(JobsShown(jobs=found.jobs, total=found.total).model_dump_json())
-        return 0
     rows = [
         (
             each.job_id,
@@ -182,8 +179,8 @@ def list_jobs(
         for each in found.jobs
     ]
     head = "job name state progress team model priority age nodes reason"
-    print_table(head.split(), rows)
-    if (more := found.total - offset - len(rows)) > 0:
+    show_table(JobsShown(jobs=found.jobs, total=found.total), as_json, head.split(), rows)
+    if not as_json and (more := found.total - offset - len(rows)) > 0:
         notice(f"{more} more: --limit, --offset, --status, --name, --team …", mark="")
     return 0
 

@@ -13,13 +13,13 @@ import math
 import os
 import shlex
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli.options import every
 from paceline.errors import Cancelled
 from paceline.text import OneLine
 from paceline.units import duration, size
@@ -57,22 +57,6 @@ def shown_warnings() -> Iterator[logging.Handler]:
 
 
 @contextmanager
-def _every(seconds: float, report: Callable[[], None]) -> Iterator[None]:
-    """Within the ``with``, call ``report`` every ``seconds`` in a thread of its own."""
-    over = threading.Event()
-
-    def run() -> None:
-        while not over.wait(seconds):
-            report()
-
-    threading.Thread(target=run, name="report", daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
-
-
-@contextmanager
 def preparing(output: Path) -> Iterator[None]:
     """Report that data and model are being prepared, again every SILENCE_S."""
     say(f"preparing data and model below {output}")
@@ -83,7 +67,7 @@ def preparing(output: Path) -> Iterator[None]:
         read = size(sum(each.stat().st_size for each in files))
         say(f"  still preparing: {read} of data, {duration(time.monotonic() - began)}")
 
-    with _every(SILENCE_S, report):
+    with every(SILENCE_S, report):
         yield
 
 
@@ -121,7 +105,7 @@ class Lines:
 
     def watched(self) -> AbstractContextManager[None]:
         """Within the ``with``, report when no event arrives for long: after 10 s, 20, 40, …"""
-        return _every(1.0, self.look)
+        return every(1.0, self.look)
 
     def look(self) -> None:
         """Report where no event arrived for long; called about once a second."""

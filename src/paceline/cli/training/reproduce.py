@@ -77,11 +77,8 @@ def _installation(state: Path | None) -> Runtime:
     try:
         return require_here(find_installation(state), "`paceline reproduce`")
     except NotReady as error:
-        raise NotReady(
-            error.what,
-            got=error.got,
-            wanted=error.wanted,
-            where=error.where,
+        raise error.as_kind(
+            NotReady,
             do="RUN is an installation's (see --state), or the output directory of a training "
             "without one: ./paceline-training.",
         ) from error

@@ -190,12 +190,11 @@ class DiskCache:
                     os.posix_fallocate(descriptor, 0, size)
                     break
                 except OSError as error:  # other programs fill this disk too
-                    if error.errno not in _FULL or not self._remove_oldest():
+                    if error.errno not in _FULL or not any(
+                        _remove_unless_used(path) for _, path, _ in sorted(self._listed())
+                    ):
                         raise
             return used + size <= self.limit_bytes
-
-    def _remove_oldest(self) -> bool:
-        return any(_remove_unless_used(path) for _, path, _ in sorted(self._listed()))
 
     def _listed(self) -> list[tuple[int, Path, int]]:
         """Return each file's time of use, path and size; removes the parts of dead processes.

@@ -23,10 +23,10 @@ from paceline.config import one_certificate, other_file, read_certificate
 from paceline.errors import InvalidInput, StorageFailed
 from paceline.relay.transport.tls import (
     ADMISSION_URI,
+    WORKER_URI,
     TlsSettings,
     valid_name,
     worker_host_name,
-    worker_uri,
 )
 from paceline.system import PRIVATE_DIRECTORY, ensure_private, make_directories, write_private
 
@@ -303,7 +303,7 @@ def _worker_names(worker_id: str, admission: str = "") -> list[x509.GeneralName]
     if not valid_name(worker_id):
         raise InvalidInput("not a worker id", got=repr(worker_id), wanted="letters, digits, . _ -")
     names: list[x509.GeneralName] = [
-        x509.UniformResourceIdentifier(worker_uri(worker_id)),
+        x509.UniformResourceIdentifier(WORKER_URI + worker_id),
         x509.DNSName(worker_host_name(worker_id)),
     ]
     if admission:

@@ -51,11 +51,6 @@ def valid_name(worker_id: str) -> bool:
     return bool(_NAME.fullmatch(worker_id))
 
 
-def worker_uri(worker_id: str) -> str:
-    """Return the URI of ``worker_id`` in a certificate."""
-    return WORKER_URI + worker_id
-
-
 def worker_host_name(worker_id: str) -> str:
     """Return the host name that represents ``worker_id`` where only host names are compared."""
     return f"{hashlib.sha256(worker_id.encode()).hexdigest()[:40]}.worker.paceline.internal"

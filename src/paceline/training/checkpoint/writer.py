@@ -39,6 +39,8 @@ from paceline.errors import (
     ServiceUnavailable,
     StorageFull,
     TrainingFailed,
+    from_record,
+    to_record,
 )
 from paceline.schemas import CheckpointRef, Record, canonical_json
 from paceline.training.checkpoint.generations import Generation, Generations
@@ -234,27 +236,17 @@ class _Failure(Record):
     """An error of one rank, as sent to the others."""
 
     kind: Kind
-    what: str
-    got: str | None
-    wanted: str | None
-    where: str | None
-    do: str | None
+    record: dict[str, str | None]  # of the error
 
     @classmethod
     def of(cls, error: BaseException, size: int, *, final: bool = False) -> _Failure:
         """Return ``error``, raised while ``size`` bytes were written."""
         if not isinstance(error, PacelineError):
             error = TrainingFailed("its writer failed", got=repr(error))
-        full = isinstance(error, StorageFull)
         kind: Kind = "permanent" if isinstance(error, PermanentError) else "temporary"
-        return cls(
-            kind="final" if final else "full" if full else kind,
-            what=error.what,
-            got=_text(error.got),
-            wanted=f"room for {size} bytes" if full else _text(error.wanted),
-            where=_text(error.where),
-            do=error.do,
-        )
+        if isinstance(error, StorageFull):
+            kind, error = "full", error.as_kind(StorageFull, wanted=f"room for {size} bytes")
+        return cls(kind="final" if final else kind, record=to_record(error))
 
     def error(self, step: int, rank: int) -> PacelineError:
         """Return the error to raise on every rank."""
@@ -262,13 +254,11 @@ class _Failure(Record):
             "temporary": ServiceUnavailable,
             "final": TrainingFailed,
         }
-        at = f"step {step}, rank {rank}"
-        return kinds.get(self.kind, NotSaved)(
-            f"checkpoint was not saved: {self.what}",
-            got=self.got,
-            wanted=self.wanted,
-            where=at if self.where is None else f"{self.where}, {at}",
-            do=self.do,
+        found, at = from_record(self.record), f"step {step}, rank {rank}"
+        return found.as_kind(
+            kinds.get(self.kind, NotSaved),
+            what=f"checkpoint was not saved: {found.what}",
+            where=at if found.where is None else f"{found.where}, {at}",
         )
 
 
@@ -399,7 +389,3 @@ class Writer:
             log.warning("old checkpoints were not collected error=%s", error)
             return _Verdict(ref=ref)
         return _Verdict(ref=ref, kept=tuple(sorted({each.step for each in kept})))
-
-
-def _text(value: object) -> str | None:
-    return None if value is None else str(value)

@@ -196,7 +196,7 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
 
         checkpointer = setup.checkpointer_of(its, state, environment)
         stack.callback(checkpointer.close)
-        stream = stack.enter_context(setup.stream_of(its, mesh, position))
+        stream = stack.enter_context(its.stream(mesh.data_rank, mesh.data_world, position))
         step_reporter = StepReporter(events, checkpointer, progress, place.rank, stream, exporter)
         stop.listening = True
         events.enter("first step", progress.step)  # slower: it builds buckets and fetches shards

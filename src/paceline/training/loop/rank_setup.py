@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paceline.data import PlannedStream, template_config, tokenizer_file
+from paceline.data import template_config, tokenizer_file
 from paceline.data.loading import tokens_seen
 from paceline.errors import InvalidInput, PacelineError, TrainingFailed
 from paceline.models import (
@@ -176,11 +176,6 @@ def load_weights(
         if adapters is not None:
             set_magnitudes(module)
     return read
-
-
-def stream_of(its: RankContext, mesh: Mesh, position: dict[str, Any] | None) -> PlannedStream:
-    """Return this rank's share of the training split, starting at ``position``."""
-    return its.stream(mesh.data_rank, mesh.data_world, position)
 
 
 def evaluator_of(

@@ -1,4 +1,4 @@
-"""`paceline purposes`: which data may be used for a purpose, and by which teams."""
+"""`paceline snapshot` and `purposes`: make snapshots of data, and say what they may be used for."""
 
 from __future__ import annotations
 
@@ -10,13 +10,63 @@ import click
 from pydantic import ValidationError
 
 from paceline.cli.access import DURATION
-from paceline.cli.commands import Group
-from paceline.cli.options import json_option, print_table, show, state_option
+from paceline.cli.commands import Group, Sections
+from paceline.cli.flows import FlowCall, flow_options, placed
+from paceline.cli.options import DATA_SIZE, json_option, show, show_table, state_option
 from paceline.client import AccessClient
 from paceline.config import find_installation
 from paceline.errors import InvalidInput
 from paceline.schemas import AllowPurpose, PurposeRule, PurposeShown, PurposesShown, one_of
 from paceline.units import moment
+
+
+@click.command(
+    cls=Sections,
+    sections={
+        "Reading": "format_ text_field key_field slice_field features missing_features tokenizer "
+        "max_tokens",
+        "Record": "purpose project max_bytes shard_bytes",
+    },
+)
+@click.argument("data", required=False)
+@click.option("--format", "format_", type=click.Choice(["text", "jsonl", "parquet", "tar"]),
+              help="Of the files.")  # fmt: skip
+@click.option("--text-field", help="JSONL and Parquet: the column; tar: the member's extension.")
+@click.option("--key-field", help="What names a sample, in DATA and in feature files.")
+@click.option(
+    "--slice-field",
+    multiple=True,
+    help="JSONL, Parquet: a column whose values the evaluation compares; may be repeated.",
+)
+@click.option("--features", multiple=True, help="Parquet file to join by key; may be repeated.")
+@click.option("--missing-features", type=click.Choice(["refuse", "skip"]),
+              help="What becomes of a sample without features.")  # fmt: skip
+@click.option("--tokenizer", help="'bytes', or the path of a tokenizer.json.")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    help="Leave longer conversations out; no limit else.",
+)
+@click.option("--purpose", help="What the data may be used for.")
+@click.option("--project", help="Which project the data belong to.")
+@click.option("--max-bytes", **DATA_SIZE, help="Take no more of DATA than this: 16MiB.")
+@click.option("--shard-bytes", **DATA_SIZE, help="Of a shard, at most: 1MiB.")
+@flow_options
+def snapshot(call: FlowCall, data: str | None, format_: str | None, **options: Any) -> int:
+    """Make a snapshot of the samples at DATA: a directory, a file, or s3://bucket/prefix.
+
+    What is not said is as in the profile's [data].
+    """
+    reading = {"format": format_, **options}
+    reading["features"] = [placed(each) for each in options["features"]] or None
+    columns = options["slice_field"]
+    reading["slice_field"] = columns[0] if len(columns) == 1 else None
+    reading["slice_fields"] = list(columns) if len(columns) > 1 else None
+    if options["tokenizer"] not in {None, "bytes"}:
+        reading["tokenizer"] = placed(options["tokenizer"])
+    reading = {name: value for name, value in reading.items() if value is not None}
+    source = None if data is None else placed(data)
+    return call.run("publish.build_snapshot", data=source, reading=reading)
 
 
 @click.group(cls=Group)
@@ -33,9 +83,6 @@ def purposes() -> None:
 def list_purposes(state: Path | None, as_json: bool) -> int:
     """Show every rule, who allowed it, and those that ended."""
     found = _client(state).data_purposes()
-    if as_json:
-        click.echo(PurposesShown(rules=tuple(found)).model_dump_json())
-        return 0
     rows = [
         (
             each.rule_id,
@@ -49,10 +96,8 @@ def list_purposes(state: Path | None, as_json: bool) -> int:
         )
         for each in found
     ]
-    print_table(
-        ("rule", "purpose", "data", "teams", "projects", "allowed by", "state", "reason"), rows
-    )
-    return 0
+    names = ("rule", "purpose", "data", "teams", "projects", "allowed by", "state", "reason")
+    return show_table(PurposesShown(rules=tuple(found)), as_json, names, rows)
 
 
 @purposes.command()
