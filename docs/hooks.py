@@ -258,7 +258,8 @@ def _section(
         ("key", "type", "default", "meaning"),
         (
             (f"`{name}`", _type(each), _default(each),
-             meanings.get((schema["title"], name), meanings.get(("Policy", name), "")))
+             meanings.get((schema["title"], name)) or meanings.get(("Policy", name), "")
+             or _text(each.get("description", "")))
             for name, each in keys.items()
         ),
     )  # fmt: skip

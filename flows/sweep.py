@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field
-
 from paceline.jobs import Search, Sweep, stored_run_id, studies_of
-from paceline.schemas import Resources, SweepShown
+from paceline.schemas import SweepShown
 from paceline.tasks._support.declaring import (
+    GangResources,
     JobSettings,
     ModelId,
+    Priority,
     Project,
     Purpose,
     SnapshotUrl,
@@ -43,17 +43,12 @@ def sweep(
             {"space": SPACE, "trials": 16, "parallel": 4, "pruner": "asha"},
         ),
     ],
-    resources: Annotated[
-        Resources | None,
-        about("Resources", "What each trial's gang needs.", {"ranks": 2, "accelerator": "a100"}),
-    ] = None,
+    resources: GangResources = None,
     settings: JobSettings = None,
     team: Team = "",
     project: Project = "",
     purpose: Purpose = "",
-    priority: Annotated[
-        Annotated[int, Field(ge=-100, le=100)], about("Priority", "Higher goes first.", 10)
-    ] = 0,
+    priority: Priority = 0,
     state_dir: str | None = None,
     run_id: str | None = None,
 ) -> SweepShown:

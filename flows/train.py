@@ -7,18 +7,24 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from paceline.config import with_job_settings
-from paceline.errors import Cancelled, PermanentError
+from paceline.errors import Cancelled, InvalidInput, PermanentError
 from paceline.flows.distribute import distribute_model
 from paceline.flows.evaluate import judge
-from paceline.schemas import SubmitJob, Trained
+from paceline.schemas import Resources, SubmitJob, Trained
 from paceline.tasks import distribute
 from paceline.tasks._support import sealed
 from paceline.tasks._support.declaring import (
+    CheckpointPolicy,
+    GangResources,
+    JobBudget,
+    JobName,
     JobSettings,
     Mesh,
     ModelId,
+    Priority,
     Project,
     Purpose,
+    Seed,
     SnapshotUrl,
     Team,
     Version,
@@ -41,6 +47,7 @@ def train_model(
     model_id: ModelId,
     version: Version,
     snapshot_url: SnapshotUrl,
+    name: JobName = "",
     labels: Annotated[
         Literal["true", "shuffled"],
         about("Labels", "shuffled: a control, which has to fail in the evaluation."),
@@ -60,6 +67,8 @@ def train_model(
     mesh: Annotated[
         Mesh | None, about("Mesh", "How the ranks share the model; default: the profile's.")
     ] = None,
+    seed: Seed = None,
+    checkpoint_policy: CheckpointPolicy = None,
     settings: JobSettings = None,
     continue_from: Annotated[
         str | None,
@@ -77,6 +86,9 @@ def train_model(
     team: Team = "",
     project: Project = "",
     purpose: Purpose = "",
+    priority: Priority = 0,
+    budget: JobBudget = None,
+    resources: GangResources = None,
     evaluate_on: Annotated[
         str,
         about(
@@ -115,21 +127,34 @@ def train_model(
     }
     if mesh is not None:
         given |= {f"training.mesh.{key}": value for key, value in mesh.given().items()}
-    given = (settings or {}) | given
-    with_job_settings(run.runtime.profile, given)  # refused before anything is done
+    resources = resources or Resources()
+    if ranks and resources.ranks not in (0, ranks):
+        raise InvalidInput(
+            "two numbers of ranks are given",
+            got=f"ranks {ranks}, resources.ranks {resources.ranks}",
+            wanted="one of them, or the same number",
+        )
     spec = SubmitJob(
         model_id=model_id,
         version=version,
         data_snapshot=snapshot_url,
         code_ref=code_ref,
-        parameters=given,
+        resources=resources,
+        checkpoint_policy=checkpoint_policy,
+        parameters=(settings or {}) | given,
+        seed=seed,
         labels=labels,
         continue_from=continue_from or "",
+        name=name,
         team=team,
         project=project,
         purpose=purpose,
+        priority=priority,
+        budget=budget,
         evaluate_on=evaluate_on,
     )
+    given = spec.settings
+    with_job_settings(run.runtime.profile, given)  # refused before anything is done
     with recorded(run, "train-model"), linked(run, spec, job_id) as link:
 
         def permitted() -> dict[str, Any]:

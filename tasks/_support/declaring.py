@@ -17,7 +17,17 @@ from prefect.runtime import flow_run
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from pydantic.fields import FieldInfo
 
-from paceline.schemas import JOB_ID, MODEL_ID, NAME, RUN_ID, SHA256_HEX
+from paceline.config import CheckpointSettings
+from paceline.schemas import (
+    JOB_ID,
+    MODEL_ID,
+    NAME,
+    RUN_ID,
+    SHA256_HEX,
+    Budget,
+    Resources,
+    SubmitJob,
+)
 from paceline.tasks._support.cancelling import Interrupted, cancellable
 
 P = ParamSpec("P")
@@ -68,6 +78,13 @@ Purpose = Annotated[
     _Name | Literal[""],
     about("Purpose", "What the data are used for; default: the profile's.", "research"),
 ]
+_OF_A_JOB = SubmitJob.model_fields  # over REST; with the same texts and limits here
+JobName = Annotated[str, _OF_A_JOB["name"]]
+Priority = Annotated[int, _OF_A_JOB["priority"]]
+JobBudget = Annotated[Budget | None, _OF_A_JOB["budget"]]
+Seed = Annotated[int | None, _OF_A_JOB["seed"]]
+GangResources = Annotated[Resources | None, _OF_A_JOB["resources"]]
+CheckpointPolicy = Annotated[CheckpointSettings | None, _OF_A_JOB["checkpoint_policy"]]
 Training = Annotated[
     Reference,
     about(

@@ -48,7 +48,11 @@ _RANK_STATES = {"started": "starting", "resumed": "running", "step": "running"}
 
 
 class StepTimes:
-    """Seconds by class of time, and new steps, as rank 0 of one flow run reports its steps."""
+    """Seconds by class of time, and new steps, as rank 0 of one flow run reports its steps.
+
+    None of them ever falls, as metrics count their differences. The launcher's ``TimeAccounts``
+    takes seconds back: once a gang has resumed, steps that it makes again were no useful time.
+    """
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(("useful", "data_wait", "checkpoint", "recovery"), 0.0)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,13 +15,16 @@ from typing import Any
 import httpx
 import pytest
 
+from paceline.api.flow_starter import PrefectStarter
 from paceline.config import Endpoints
 from paceline.errors import InvalidInput, ServiceUnavailable
 from paceline.schemas import JobState, SubmitJob, TrainingJob, new_run_id
 from paceline.telemetry import JobEvents, prefect_events
 from tests.api.conftest import app_client, call, make_runtime
 from tests.support.prefect_server import eventually, prefect_server  # noqa: F401 - the fixture
+from tests.support.web import serving
 
+S = JobState
 GUIDE = Path("docs/how-to/watch-training-jobs.md")
 JOBS = "/v1/training-jobs"
 
@@ -30,6 +36,11 @@ def job(number: int = 0, **more: Any) -> TrainingJob:
         "run_id": new_run_id(), "state": JobState.QUEUED, "created_at": 1.0, "updated_at": 2.0,
     }  # fmt: skip
     return TrainingJob(**made | more)
+
+
+def block(name: str) -> str:
+    (text,) = re.findall(rf"```\w+ {name}\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    return text
 
 
 class Prefect:
@@ -81,7 +92,7 @@ def test_prefect_has_each_change_of_a_job_with_its_owner_and_reason(
     assert [first["event"], last["event"]] == ["paceline.job.queued", "paceline.job.cancelled"]
     assert first["resource"] == {
         "prefect.resource.id": f"paceline.job.{job_id}", "prefect.resource.name": "chat",
-        "paceline.team": "nlp", "paceline.project": "asr",
+        "paceline.team": "nlp", "paceline.project": "asr", "paceline.model": "m",
     }  # fmt: skip
     assert [each["prefect.resource.id"] for each in first["related"]] == [
         f"prefect.flow-run.{flow_run}"
@@ -92,26 +103,46 @@ def test_prefect_has_each_change_of_a_job_with_its_owner_and_reason(
     }  # fmt: skip
 
 
-def test_the_guides_automation_is_one_that_fires_for_a_job_that_needs_a_review(
-    api: httpx.Client,
+def test_the_guides_automation_fires_for_a_job_that_needs_a_person(
+    api: httpx.Client, tmp_path: Path
 ) -> None:
-    from prefect.server.events.schemas.automations import EventTrigger
-    from prefect.server.events.schemas.events import ReceivedEvent
-
-    (text,) = re.findall(r"```json automation\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    asked = json.loads(text)
-    asked["actions"] = [{"type": "do-nothing"}]  # the guide's names a block of one's own
-    answer = api.post("automations/", json=asked)
-    assert answer.status_code == 201, answer.text
-    assert api.delete(f"automations/{answer.json()['id']}").status_code == 204
-    # The server of the tests runs no triggers: what it would do with them is asked here.
-    trigger = EventTrigger.model_validate(asked["trigger"])
-
-    def fires(state: JobState) -> bool:
-        event = prefect_events.event_of(job(state=state, reason="1 shard"))
-        return bool(trigger.covers(ReceivedEvent.model_validate(event)))
-
-    assert [each for each in JobState if fires(each)] == [JobState.NEEDS_REVIEW]
+    (tmp_path / "automation.py").write_text(block("automation"))
+    before = {each["id"] for each in api.post("automations/filter").json()}
+    events = JobEvents(PrefectStarter(str(api.base_url).rstrip("/")).emit)
+    events.start()
+    with serving(lambda _: (200, b"ok")) as hook:
+        typed = block("automate")
+        for word, here in (
+            ("http://127.0.0.1:4200/api", str(api.base_url).rstrip("/")),
+            ("https://chat.example/hooks/jobs", f"{hook.url}/hooks/jobs"),
+            ("python", sys.executable),
+        ):
+            assert word in typed
+            typed = typed.replace(word, here)
+        done = subprocess.run(
+            ["bash", "-ec", typed], cwd=tmp_path, capture_output=True, text=True, timeout=100,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        try:
+            quiet = [S.QUEUED, S.RUNNING, S.PREEMPTED, S.SUCCEEDED, S.CANCELLED]
+            for number, state in enumerate((*quiet, S.NEEDS_REVIEW, S.FAILED)):
+                spec = job().spec.model_copy(update={"team": "nlp"})
+                now = time.time()  # Prefect does not act on old events
+                made = job(number, state=state, reason="1 shard", spec=spec, updated_at=now)
+                events.take(made)
+                events.take(made)  # sent twice, it is one event
+            assert eventually(lambda: len(hook.calls) >= 2), "it has not fired"
+        finally:
+            events.stop()
+            for each in api.post("automations/filter").json():
+                if each["id"] not in before:
+                    api.delete(f"automations/{each['id']}")
+    assert {each.path for each in hook.calls} == {"/hooks/jobs"}
+    assert sorted(json.loads(each.body)["text"] for each in hook.calls) == [
+        "tj-000000000005 is needs_review: tj-000000000005 of team nlp: 1 shard",
+        "tj-000000000006 is failed: tj-000000000006 of team nlp: 1 shard",
+    ]
 
 
 def test_events_wait_while_prefect_is_away_and_are_counted_when_they_are_dropped(

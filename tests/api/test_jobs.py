@@ -20,6 +20,7 @@ from paceline.errors import AccessDenied, Conflict, InvalidInput, NotFound
 from paceline.jobs import JobTable, changed
 from paceline.schemas import (
     Accelerator,
+    AdoptJob,
     FlowRunView,
     Inventory,
     JobPlacement,
@@ -138,6 +139,29 @@ def test_a_priority_above_the_teams_is_refused(routes: Routes) -> None:
     routes.of["submit_job"](urgent.model_copy(update={"priority": 5}))
     routes.of["submit_job"](urgent.model_copy(update={"team": "another"}))
     assert len(routes.coordinator.kept) == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "why"),
+    [
+        ({"team": "nlp", "priority": 6}, AccessDenied, r"got 6.*at most 5.*nlp"),
+        ({"budget": 3.0}, InvalidInput, "a budget needs prices"),
+        ({"resources": {"ranks": 9}}, InvalidInput, "would never get its nodes"),
+        ({"resources": {"accelerator": "h100"}}, InvalidInput, "would never get its nodes"),
+        ({"resources": {"queue": "gpu"}}, InvalidInput, "has no partitions"),
+    ],
+)
+def test_a_training_that_was_started_otherwise_may_ask_for_no_more_than_a_job(
+    routes: Routes, asked: dict[str, Any], error: type[Exception], why: str
+) -> None:
+    spec = SubmitJob.model_validate(SPEC.model_dump() | asked)
+    with pytest.raises(error, match=why):
+        routes.of["adopt_job"](AdoptJob(spec=spec, run_id=new_run_id(), flow_run_id="f"))
+    assert not routes.coordinator.kept
+    possible = {"team": "nlp", "priority": 5, "name": "n", "resources": {"accelerator": "a100"}}
+    spec = SubmitJob.model_validate(SPEC.model_dump() | possible)
+    call = AdoptJob(spec=spec, run_id=new_run_id(), flow_run_id="f")
+    assert routes.of["adopt_job"](call).job.spec == spec
 
 
 @pytest.mark.usefixtures("inputs_exist")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from string import Formatter
+from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -17,13 +19,17 @@ from pydantic import BaseModel
 
 from paceline.cli.flows import OUTCOMES
 from paceline.config import load_profile
+from paceline.errors import Conflict, InvalidInput
+from paceline.flows import train
 from paceline.flows.train import train_model
 from paceline.models import weights_digest
+from paceline.schemas import SubmitJob
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load((ROOT / "prefect.yaml").read_text())[
     "deployments"
 ]
+LIMITS = ("minimum", "maximum", "exclusiveMinimum", "maxLength")
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda each: each["name"])
@@ -69,6 +75,65 @@ def test_the_form_of_training_has_what_a_person_chooses() -> None:
     rate = form["learning_rate"]
     assert (rate["title"], rate["examples"]) == ("Learning rate", [3e-4])
     assert "0.0003" in rate["description"]
+
+
+def limits(field: dict[str, Any]) -> set[tuple[str, object]]:
+    kinds = (field, *field.get("anyOf", ()))
+    return {item for each in kinds for item in each.items() if item[0] in LIMITS}
+
+
+def test_the_form_of_training_has_every_field_of_a_job_over_rest() -> None:
+    form, rest = parameter_schema(train_model).model_dump(), SubmitJob.model_json_schema()
+    known = form["properties"]
+    named = {"data_snapshot": "snapshot_url", "parameters": "settings", "sweep": "name"}
+    assert {named.get(name, name) for name in SubmitJob.model_fields} <= known.keys()
+    shared = {name: field for name, field in SubmitJob.model_fields.items() if field.title}
+    assert len(shared) == 6
+    for name, field in shared.items():
+        assert known[name]["title"] == field.title
+        assert known[name]["description"].startswith(str(field.description))
+        assert limits(known[name]) == limits(rest["properties"][name]), name
+    for record in ("Resources", "CheckpointSettings"):
+        fields = form["definitions"][record]["properties"]
+        assert fields.keys() == rest["$defs"][record]["properties"].keys()
+        assert all(each["description"] for each in fields.values()), fields
+
+
+CHOSEN: dict[str, Any] = {
+    "name": "first", "priority": 7, "budget": 20.0, "seed": 5, "steps": 9,
+    "resources": {"ranks": 2, "accelerator": "a100"}, "checkpoint_policy": {"every_steps": 3},
+}  # fmt: skip
+
+
+def test_what_a_person_gives_in_the_form_is_what_the_job_asks_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[SubmitJob] = []
+
+    def linked(_run: object, spec: SubmitJob, _job_id: object) -> None:
+        asked.append(spec)
+        raise Conflict("it goes no further")
+
+    run = SimpleNamespace(runtime=SimpleNamespace(profile=load_profile("embedded")))
+    monkeypatch.setattr(train, "Run", SimpleNamespace(open=lambda *_: run))
+    monkeypatch.setattr(train, "recorded", lambda *_: nullcontext())
+    monkeypatch.setattr(train, "linked", linked)
+    given = {"model_id": "m", "version": "1", "snapshot_url": "s3://b/d/snapshots/0"}
+    with pytest.raises(Conflict):
+        train_model.fn(**train_model.validate_parameters(given | CHOSEN))
+    (spec,) = asked
+    made = spec.model_dump(mode="json", exclude_unset=True)
+    assert {name: made[name] for name in CHOSEN if name != "steps"} == {
+        name: value for name, value in CHOSEN.items() if name != "steps"
+    }
+    assert spec.settings == {
+        "training.steps": 9,
+        "training.ranks": 2,
+        "training.seed": 5,
+        "training.checkpoints.every_steps": 3,
+    }
+    with pytest.raises(InvalidInput, match=r"got ranks 4, resources\.ranks 2"):
+        train_model.fn(**train_model.validate_parameters(given | CHOSEN | {"ranks": 4}))
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda each: each["name"])

@@ -29,6 +29,7 @@ from tests.support.stack import (
     Ended,
     await_registered,
     paceline,
+    prefect,
     processes_of,
     wait_until,
 )
@@ -119,6 +120,33 @@ def test_what_can_never_run_is_refused_at_once(lab: Lab) -> None:
     lab.refused(1, model, "77", *data, said=("no such published model", "77"))
     assert not lab.client.jobs(["queued"]).jobs
     assert time.monotonic() - began < 60
+
+
+def test_a_run_from_prefects_form_is_a_job_with_what_the_form_was_given(lab: Lab) -> None:
+    hold = lab.submit("--ranks", "4", "--priority", "100")  # so that the other waits
+    chosen: dict[str, Any] = {
+        "name": "from the form", "priority": 3, "seed": 5, "resources": {"ranks": 2},
+        "checkpoint_policy": {"every_steps": 7},
+    }  # fmt: skip
+    where = prefect(lab.stack, "GET", "/deployments/name/train-model/train-model")
+    shown = where["parameter_openapi_schema"]["properties"]
+    assert chosen.keys() | {"budget"} <= shown.keys() and "job_id" not in shown
+    data = {"model_id": lab.base[0], "version": lab.base[1], "snapshot_url": lab.snapshot}
+    made = prefect(
+        lab.stack, "POST", f"/deployments/{where['id']}/create_flow_run",
+        {"parameters": data | chosen},
+    )  # fmt: skip
+    wait_until(lambda: lab.client.jobs(name="from the form").jobs, 240, "it is a job")
+    (job,) = lab.client.jobs(name="from the form").jobs
+    lab.open.append(job.job_id)
+    assert (job.adopted, job.flow_run_id) == (True, made["id"])
+    spec = job.spec.model_dump(mode="json", exclude_unset=True)
+    assert spec["checkpoint_policy"]["every_steps"] == 7
+    assert {name: spec[name] for name in ("name", "priority", "seed")}.items() <= chosen.items()
+    assert job.spec.resources.ranks == 2
+    for each in (job.job_id, hold):
+        lab.client.change_job(each, "cancel")
+    lab.becomes(job.job_id, JobState.CANCELLED)
 
 
 def test_a_key_finds_its_job_and_a_team_sees_to_its_own(lab: Lab) -> None:

@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+import subprocess
+import sys
+import threading
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from paceline.client import CoordinatorClient
+from paceline.client.installation import FINAL
 from paceline.config import Runtime
+from paceline.registry import Registry
+from paceline.schemas import JobState
+from paceline.storage import ObjectStore
 from tests.support.command import paceline
-from tests.support.stack import Ended
+from tests.support.stack import (
+    Ended,
+    await_registered,
+    environment,
+    installation,
+    prefect,
+    processes_of,
+    state_of,
+    wait_until,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -113,3 +132,144 @@ def test_a_secret_in_a_url_is_refused_and_kept_nowhere(stack: Runtime, tmp_path:
     for each in stack.state_dir.rglob("*"):
         if each.is_file():
             assert PLANTED.encode() not in each.read_bytes(), each
+
+
+# What a whole job is given, each in another way: by a file that a variable names (the bucket's own
+# key, which every request to S3 carries), by the environment, and by a block of Prefect's.
+BY_FILE, BY_ENVIRONMENT, BY_BLOCK = (
+    f"canary-by-{each}-92c4f17d" for each in ("file", "env", "block")
+)
+KEY = base64.b64encode(f"{BY_FILE:x<32}".encode()).decode()
+CANARIES = {each: each.encode() for each in (BY_FILE, BY_ENVIRONMENT, BY_BLOCK, KEY)}
+SAVE = (
+    "import sys; from prefect.blocks.system import Secret; Secret(value=sys.stdin.read()).save('c')"
+)
+
+
+def found_in(content: bytes, where: str) -> list[str]:
+    return [f"{name} in {where}" for name, each in CANARIES.items() if each in content]
+
+
+@contextlib.contextmanager
+def process_lists(leaks: list[str]) -> Iterator[None]:
+    """Look at the command line of every process, again and again, for canaries."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.2):
+            for each in Path("/proc").glob("[0-9]*/cmdline"):
+                with contextlib.suppress(OSError):
+                    leaks.extend(found_in(each.read_bytes(), f"the command line {each}"))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def in_prefect(stack: Runtime) -> Iterator[tuple[str, bytes]]:
+    """Yield everything that Prefect's API shows."""
+    for kind in ("flow_runs", "task_runs", "deployments", "logs", "artifacts", "work_pools",
+                 "block_documents", "variables", "events", "flow_run_states"):  # fmt: skip
+        offset, limit = 0, 100
+        while True:
+            if kind == "flow_run_states":
+                runs = prefect(stack, "POST", "/flow_runs/filter", {})
+                page = [
+                    prefect(stack, "GET", f"/flow_run_states/?flow_run_id={each['id']}")
+                    for each in runs
+                ]
+            elif kind == "events":
+                page = prefect(stack, "POST", "/events/filter", {"limit": 50, "filter": {}})[
+                    "events"
+                ]
+            else:
+                asked = {"limit": limit, "offset": offset}
+                page = prefect(stack, "POST", f"/{kind}/filter", asked)
+            yield f"Prefect's {kind}", json.dumps(page).encode()
+            offset += limit
+            if kind in ("flow_run_states", "events") or len(page) < limit:
+                break
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)  # with an installation of its own, on a busy machine
+def test_a_whole_job_leaves_none_of_the_secrets_that_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one that succeeds, that is cancelled or that fails."""
+    kept, leaks, texts = tmp_path / "key", list[str](), list[str]()
+    kept.write_text(KEY)
+    monkeypatch.setenv("S3_CUSTOMER_KEY_FILE", str(kept))
+    monkeypatch.setenv("HF_TOKEN", BY_ENVIRONMENT)
+    settings = ("objects.customer_key_env=S3_CUSTOMER_KEY", "cluster.nodes=2",
+                "control.flow_starter=prefect")  # fmt: skip
+    with installation(tmp_path / "state", *settings) as stack, process_lists(leaks):
+        await_registered(stack)
+        subprocess.run(
+            [sys.executable, "-c", SAVE], input=BY_BLOCK, text=True, check=True, timeout=120,
+            env=environment() | stack.prefect_environment(),
+        )  # fmt: skip
+        flow = prefect(stack, "GET", "/deployments/name/train-model/train-model")
+        block = {"env": {"PACELINE_SWEEPS_PASSWORD": "{{ prefect.blocks.secret.c }}"}}
+        prefect(stack, "PATCH", f"/deployments/{flow['id']}", {"job_variables": block})
+        inputs = prefect(stack, "GET", "/deployments/name/prepare-inputs/prepare-inputs")["id"]
+        made = prefect(stack, "POST", f"/deployments/{inputs}/create_flow_run", {})["id"]
+        wait_until(lambda: state_of(stack, made) in FINAL, 400, "the inputs are made")
+        store = ObjectStore.from_runtime(stack)
+        (snapshot,) = store.directories(f"{stack.data_url}/snapshots")
+        (model,) = store.directories(stack.models_url)
+
+        def run(*words: str, code: int = 0) -> str:
+            done = paceline(*words, "--state", str(stack.state_dir))
+            texts.append(done.stdout + done.stderr)
+            assert done.returncode == code, done
+            return done.stdout
+
+        data = ("--snapshot", f"{stack.data_url}/snapshots/{snapshot}", "--ranks", "2")
+        client = CoordinatorClient.of(stack)
+
+        def submit(steps: int) -> str:
+            out = run(
+                "jobs", "submit", model, "1", *data, "--steps", str(steps), "--evaluate", "--json"
+            )
+            return str(json.loads(out)["job"]["job_id"])
+
+        def becomes(job_id: str, state: JobState) -> None:
+            wait_until(lambda: client.job(job_id).job.state is state, 400, f"{job_id} is {state}")
+
+        done, cancelled = submit(20), submit(100_000)
+        becomes(done, JobState.SUCCEEDED)
+        becomes(cancelled, JobState.RUNNING)
+        seen = b"".join(
+            Path(f"/proc/{each.pid}/environ").read_bytes() for each in processes_of(stack.state_dir)
+        )
+        given = (BY_BLOCK, BY_ENVIRONMENT, str(kept))
+        assert all(each.encode() in seen for each in given), "its processes have them"
+        run("jobs", "cancel", cancelled)
+        becomes(cancelled, JobState.CANCELLED)
+        lost = {"model_id": model, "version": "1", "continue_from": "job-0123456789ab",
+                "snapshot_url": data[1]}  # fmt: skip
+        failed = prefect(
+            stack, "POST", f"/deployments/{flow['id']}/create_flow_run", {"parameters": lost}
+        )["id"]
+        wait_until(lambda: state_of(stack, failed) in FINAL, 200, "the flow has failed")
+        assert state_of(stack, failed) == "FAILED"
+        for job_id in (done, cancelled):
+            for what in ("show", "logs"):
+                run("jobs", what, job_id)
+        run("audit")
+        for where, content in in_prefect(stack):
+            leaks += found_in(content, where)
+        registry = Registry.from_runtime(stack)
+        for job_id in (done, cancelled):
+            mlflow = registry.call("get_run", registry.find_run(client.job(job_id).job.run_id))
+            leaks += found_in(json.dumps(mlflow.to_dictionary()).encode(), "MLflow's run")
+    leaks += found_in("".join(texts).encode(), "what commands print")
+    for path in (tmp_path / "state").rglob("*"):  # every log, table and artifact
+        if path.is_file() and not path.is_symlink():
+            leaks += found_in(path.read_bytes(), str(path))
+    assert not leaks, "\n".join(dict.fromkeys(leaks))

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Header
 from paceline.api.flow_starter import PrefectStarter
 from paceline.api.job_views import JobId, ShownJob, add_reading
 from paceline.api.routes import COSTS, JOBS
-from paceline.config import PriceSettings, Runtime, with_job_settings
+from paceline.config import PriceSettings, Profile, Runtime, with_job_settings
 from paceline.coordinator import (
     Coordinator,
     current_call,
@@ -55,6 +55,7 @@ from paceline.schemas import (
     JobReport,
     JobState,
     JobView,
+    Resources,
     ResumeJob,
     ReviewJob,
     SubmitJob,
@@ -121,6 +122,9 @@ def _add_submitting(
         job = _new_job(
             _with_owner(call.spec), call.run_id, digest_of([call.run_id, call.flow_run_id])
         )
+        _require_priority_and_budget(job.spec, runtime.profile)
+        if job.spec.resources != Resources():
+            _require_room(job, runtime, coordinator)
         job = job.model_copy(
             update={
                 "adopted": True, "yields": call.yields, "flow_run_id": call.flow_run_id,
@@ -309,7 +313,7 @@ def _require_possible(job: TrainingJob, runtime: Runtime, coordinator: Coordinat
     """Raise for a job that could never run here: settings, code, data, model, or its gang."""
     spec, profile = job.spec, runtime.profile
     with_job_settings(profile, spec.settings)
-    _require_prices(spec.budget, profile.prices)
+    _require_priority_and_budget(spec, profile)
     if spec.code_ref:
         from paceline.training.user_code import parse, require_allowed
 
@@ -333,6 +337,17 @@ def _require_possible(job: TrainingJob, runtime: Runtime, coordinator: Coordinat
             where=error.where,
             do="Publish it first: `paceline publish`.",
         ) from error
+    continued = spec.continue_from
+    _require_room(job, runtime, coordinator)
+    if snapshot is not None and not continued:  # else settings are those of the earlier job
+        _require_base(spec, runtime, snapshot)
+    if continued and not continued.startswith("job-"):
+        raise InvalidInput("not a training's id", got=continued, wanted="job-…")
+
+
+def _require_priority_and_budget(spec: SubmitJob, profile: Profile) -> None:
+    """Raise for a budget that cannot be counted, and a priority that its team may not have."""
+    _require_prices(spec.budget, profile.prices)
     quota = profile.jobs.quotas.get(spec.team)
     if quota is not None and spec.priority > quota.max_priority:
         raise AccessDenied(
@@ -340,12 +355,6 @@ def _require_possible(job: TrainingJob, runtime: Runtime, coordinator: Coordinat
             got=spec.priority,
             wanted=f"at most {quota.max_priority}, jobs.quotas.{spec.team}.max_priority",
         )
-    continued = spec.continue_from
-    _require_room(job, runtime, coordinator)
-    if snapshot is not None and not continued:  # else settings are those of the earlier job
-        _require_base(spec, runtime, snapshot)
-    if continued and not continued.startswith("job-"):
-        raise InvalidInput("not a training's id", got=continued, wanted="job-…")
 
 
 def _require_room(job: TrainingJob, runtime: Runtime, coordinator: Coordinator) -> None:

@@ -305,7 +305,8 @@ class Client(JobMethods):
         """Start a training of a version that the nodes hold, on a snapshot (its URL).
 
         ``settings`` are this training's own by their keys in a profile; ``more``: steps, ranks,
-        learning_rate, continue_from, labels.
+        learning_rate, continue_from, labels, name, seed, priority, budget, resources,
+        checkpoint_policy.
         """
         given = {"model_id": model_id, "version": version, "snapshot_url": snapshot}
         more["settings"] = settings

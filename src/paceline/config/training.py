@@ -115,15 +115,23 @@ class SynchronySettings(Settings):
 class CheckpointSettings(Settings):
     """When checkpoints are written and how many are kept."""
 
-    # auto: from the measured cost of a save and the rate of failures
-    interval: Literal["steps", "seconds", "auto"] = "steps"
-    every_steps: int = Field(default=25, ge=1)  # with interval = "steps"
-    every_s: float = Field(default=30.0, gt=0)  # with interval = "seconds"
-    failures_per_day: float = Field(default=1.0, gt=0)  # of the gang; until some were observed
-    keep: int = Field(default=2, ge=1)  # newest
-    keep_best: int = Field(default=0, ge=0)  # besides these, by held-out loss
-    # of the run's time; saves that cost more become rarer, with an alert
-    max_stall_share: float = Field(default=0.035, gt=0, lt=1)
+    interval: Literal["steps", "seconds", "auto"] = Field(
+        default="steps",
+        description="auto: from the measured cost of a save and the rate of failures.",
+    )
+    every_steps: int = Field(default=25, ge=1, description='With interval = "steps".')
+    every_s: float = Field(default=30.0, gt=0, description='With interval = "seconds".')
+    failures_per_day: float = Field(
+        default=1.0, gt=0, description="Of the gang; until some were observed."
+    )
+    keep: int = Field(default=2, ge=1, description="Newest ones.")
+    keep_best: int = Field(default=0, ge=0, description="Besides these, by held-out loss.")
+    max_stall_share: float = Field(
+        default=0.035,
+        gt=0,
+        lt=1,
+        description="Of the run's time; saves that cost more become rarer, with an alert.",
+    )
 
 
 class GuardSettings(Settings):

@@ -190,6 +190,7 @@ from .jobs import (
     QUEUED_JOB_ID as QUEUED_JOB_ID,
     SWEEP as SWEEP,
     AdoptJob as AdoptJob,
+    Budget as Budget,
     JobAllocation as JobAllocation,
     JobChange as JobChange,
     JobCheckpoint as JobCheckpoint,

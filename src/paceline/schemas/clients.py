@@ -48,6 +48,12 @@ FLOW_PARAMETERS: dict[str, frozenset[str]] = {
             "team",
             "project",
             "purpose",
+            "name",
+            "resources",
+            "checkpoint_policy",
+            "seed",
+            "priority",
+            "budget",
         ]
     ),
     "evaluate-model": frozenset({"model_id", "base_version", "trained", "snapshot_url"}),

@@ -81,24 +81,40 @@ class JobState(StrEnum):
 class Resources(Record):
     """What a gang needs; all of its ranks are on hosts of one accelerator kind."""
 
-    ranks: int = Field(default=0, ge=0, le=65_536)  # 0: the profile's
-    ranks_per_node: int = Field(default=0, ge=0, le=1024)  # 0: one for each accelerator, else one
-    # a kind, or a part of its name
-    accelerator: Text = Field(default="", max_length=100, examples=["a100"])
-    memory_bytes: int = Field(default=0, ge=0, le=2**60)  # of each accelerator, at least
-    capacity: Literal["", "on-demand", "spot"] = ""  # "": any
-    within: Literal["host", "domain", "rack", "zone", "fleet"] = "fleet"  # which it may not leave
-    # Where Slurm or Kubernetes admits jobs: the partition or Kueue's LocalQueue; "": the team's,
-    # else the profile's.
-    queue: Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9][-\w.]{0,62})?$")] = Field(
-        default="", exclude_if=is_empty, examples=["training"]
+    ranks: int = Field(
+        default=0, ge=0, le=65_536, description="Processes in all; 0: the profile's.", examples=[8]
     )
-    # There too: after it the nodes are taken back; 0: the profile's.
-    time_limit_s: float = Field(default=0, ge=0, le=366 * 86_400, exclude_if=is_empty)
+    ranks_per_node: int = Field(
+        default=0, ge=0, le=1024, description="0: one for each accelerator, else one.", examples=[8]
+    )
+    accelerator: Text = Field(
+        default="", max_length=100, description="A kind, or a part of its name; empty: any.",
+        examples=["a100"],
+    )  # fmt: skip
+    memory_bytes: int = Field(
+        default=0, ge=0, le=2**60, description="Of each accelerator, at least.",
+        examples=[80_000_000_000],
+    )  # fmt: skip
+    capacity: Literal["", "on-demand", "spot"] = Field(default="", description="Empty: any.")
+    within: Literal["host", "domain", "rack", "zone", "fleet"] = Field(
+        default="fleet", description="What the gang may not leave."
+    )
+    queue: Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9][-\w.]{0,62})?$")] = Field(
+        default="", exclude_if=is_empty, examples=["training"],
+        description="Where Slurm or Kubernetes admits jobs: the partition, or Kueue's LocalQueue; "
+        "empty: the team's, else the profile's.",
+    )  # fmt: skip
+    time_limit_s: float = Field(
+        default=0, ge=0, le=366 * 86_400, exclude_if=is_empty, examples=[43_200],
+        description="There too: seconds after which the nodes are taken back; 0: the profile's.",
+    )  # fmt: skip
 
 
 class SubmitJob(Record):
-    """Submit a training job: a published model, a data snapshot, and what the gang needs."""
+    """Submit a training job: a published model, a data snapshot, and what the gang needs.
+
+    Fields with a title are in the form of the flow train-model, too.
+    """
 
     model_id: ModelId
     version: Name
@@ -112,23 +128,39 @@ class SubmitJob(Record):
     code_ref: Url = Field(
         default="", max_length=1000, validation_alias=AliasChoices("code_ref", "codeRef")
     )
-    resources: Resources = Resources()  # of the gang
-    # None: the profile's training.checkpoints
+    resources: Resources = Field(
+        default=Resources(), title="Resources", description="What the gang needs."
+    )
     checkpoint_policy: CheckpointSettings | None = Field(
-        default=None, validation_alias=AliasChoices("checkpoint_policy", "checkpointPolicy")
+        default=None,
+        validation_alias=AliasChoices("checkpoint_policy", "checkpointPolicy"),
+        title="Checkpoints",
+        description="When they are written, and how many are kept; default: the profile's.",
     )
     parameters: dict[str, object] = Field(default={}, max_length=64)  # settings of this training
-    seed: int | None = Field(default=None, ge=0, le=2**31)
+    seed: int | None = Field(
+        default=None, ge=0, le=2**31, title="Seed", examples=[17],
+        description="Of weights, order of the data and dropout; default: the profile's.",
+    )  # fmt: skip
     labels: Literal["true", "shuffled"] = "true"  # "shuffled" is the control
     continue_from: Annotated[str, StringConstraints(max_length=128)] = ""  # a finished training
-    name: Text = Field(default="", max_length=100)  # for lists and pages; "": none
+    name: Text = Field(
+        default="", max_length=100, title="Name", description="For lists and pages.",
+        examples=["lr 3e-4"],
+    )  # fmt: skip
     team: Team | Literal[""] = ""  # "": the token's, else "default"
     project: Text = Field(default="", max_length=100)
     # what the data are used for; "": the profile's data.purpose
     purpose: Name | Literal[""] = Field(default="", exclude_if=is_empty)
-    priority: int = Field(default=0, ge=-100, le=100)  # higher first
-    # for the whole job; None and 0: no limit
-    budget: Budget | None = Field(default=None, exclude_if=is_empty)
+    priority: int = Field(
+        default=0, ge=-100, le=100, title="Priority", description="Higher goes first.",
+        examples=[10],
+    )  # fmt: skip
+    budget: Budget | None = Field(
+        default=None, exclude_if=is_empty, title="Budget", examples=[200],
+        description="The most that the whole job may cost, in the currency of the profile's "
+        "prices; then it is paused. Empty or 0: no limit.",
+    )  # fmt: skip
     # the snapshot on whose held-out split the result is judged; "": it is not judged
     evaluate_on: Url = Field(
         default="",

@@ -110,6 +110,7 @@ def event_of(job: TrainingJob) -> dict[str, Any]:
             "prefect.resource.name": spec.name or job.job_id,
             "paceline.team": spec.team,
             "paceline.project": spec.project,
+            "paceline.model": spec.model_id,
         },
         "related": [flow_run] if job.flow_run_id else [],
         "payload": {
