@@ -159,9 +159,9 @@ def test_a_promotion_waits_is_rejected_and_the_next_is_approved(operator: Person
     assert shown["status"] == "waiting"
     model, evidence = shown["request"]["model_id"], shown["request"]["evidence_digest"]
     wait_until(lambda: ann.waiting(FIRST)["state_name"] == "Suspended", 60, "it waits in Prefect")
-    form, description = (ann.form(FIRST, each) for each in ("schema", "description"))
-    assert set(form["properties"]) >= {"decision", "reason"}
-    assert evidence in description, "what is approved stands beside the form"
+    # Prefect makes the form after it has set the state, the description last.
+    wait_until(lambda: evidence in ann.form(FIRST, "description"), 30, "it stands beside the form")
+    assert set(ann.form(FIRST, "schema")["properties"]) >= {"decision", "reason"}
     assert operator.champion(model) is None
 
     # ── nobody takes bob's place
