@@ -2,6 +2,7 @@
 
     python benchmarks/jobs_under_faults.py                       # 20 jobs of 4 teams, 37 faults
     python benchmarks/jobs_under_faults.py --no-jobs --kills 40  # workers of two jobs, in turn
+    python benchmarks/jobs_under_faults.py --no-jobs --kills 12 --at-once 1 --starting
     python benchmarks/jobs_under_faults.py --tiny                # as the test runs it
 
 Everything is real: an installation of `paceline up` with four nodes, three coordinators on etcd,
@@ -30,7 +31,7 @@ import tempfile
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ RANK_FAULTS = ("rank", "launcher", "worker")  # the gang goes on in the same flo
 MOST_FAULTS = 4  # of one job
 LOOK_S = 0.2
 NICE_S = 2.0
+GOAL_S = 10.0
 PATIENCE_S = 1800.0  # without any change of any job: then the run is given up
 
 
@@ -80,11 +82,18 @@ class Fault:
     before: TrainingJob | None
     seconds: float | None = None
     became: str = ""
+    noticed_s: float | None = None  # until the API showed that the gang's attempt had ended
+    again_s: float | None = None  # until it showed a rank of the next attempt
 
     def look(self, job: TrainingJob, now: float) -> None:
         """Note that the job recovers, runs again or has ended."""
         assert self.before is not None
         report, was = job.report, self.before.report
+        if report and was and self.again_s is None and report.at > self.at:
+            began = report.attempt > was.attempt
+            if began or report.failures != was.failures:
+                self.noticed_s = self.noticed_s or now - self.at
+            self.again_s = now - self.at if began else None
         if job.state.is_final or job.losses > self.before.losses:
             self.became = str(job.state)
         elif report and was and report.attempt > was.attempt and report.workers:
@@ -367,31 +376,40 @@ def run(made: Lab, plan: Plan, seed: int = 7) -> None:
             made.wrong.append(f"the training that was started by hand: {ended.err[-500:]}")
 
 
-def kill_workers(made: Lab, kills: int) -> None:
-    """Kill workers of two jobs of two ranks each, in turn, and wait for each recovery."""
+def kill_workers(made: Lab, kills: int, at_once: int, *, starting: bool = False) -> None:
+    """Kill workers of ``at_once`` jobs of two ranks each, in turn, and wait for each recovery.
+
+    With ``starting`` each job is hit once, before its first step; then another one follows it.
+    """
     kinds = itertools.cycle(RANK_FAULTS)
+    wanted = (S.STARTING, {"starting"}) if starting else (S.RUNNING, {"running"})
     number, mine = 0, list[str]()
     done = len(made.faults)
     while len(made.faults) < done + kills:
         seen = made.look()
         mine = [each for each in mine if not seen[each].state.is_final] if seen else []
-        while len(mine) < 2:
+        while len(mine) < at_once:
             number += 1
             mine.append(made.submit(f"long-{number}", ("nlp", "vision")[number % 2], 2, 0, 10**6))
             seen = made.look()
-        for each in mine:
+        for each in tuple(mine):
             job, report = seen[each], seen[each].report
             last = [fault for fault in made.faults if fault.job_id == each][-1:]
-            if any(fault.seconds is None for fault in last) or job.state is not S.RUNNING:
+            if any(fault.seconds is None for fault in last):
+                continue
+            if starting and (last or job.state is S.RUNNING):  # hit already, or it was missed
+                made.client.change_job(each, "cancel")
+                mine.remove(each)
                 continue
             states = {rank.state for rank in report.workers} if report else set()
-            if report is not None and states == {"running"} and report.checkpoints:
+            if (job.state, states) == wanted and report and (starting or report.checkpoints):
                 made.hit(next(kinds), job)
         time.sleep(LOOK_S)
     wait_until(
         lambda: made.look() and all(each.seconds is not None for each in made.faults),
         PATIENCE_S, "the last recovery",
     )  # fmt: skip
+    mine = [each for each, job in made.seen.items() if not job.state.is_final]
     for each in mine:
         made.client.change_job(each, "cancel")
     wait_until(
@@ -515,11 +533,14 @@ def table(jobs: Sequence[TrainingJob]) -> pd.DataFrame:
 
 
 def recoveries(faults: Sequence[Fault]) -> pd.DataFrame:
-    """Return a row a kind of fault: seconds until the API showed a recovered or ended job."""
+    """Return a row a kind of fault: seconds until the API showed a recovered or ended job, and,
+    of those above GOAL_S, the medians until it showed the failure and the next attempt's ranks.
+    """
     rows = []
     kinds = dict.fromkeys(each.kind for each in faults)
     for kind in [*kinds, "rank, launcher, worker"]:
         mine = [each for each in faults if each.kind in kind.split(", ")]
+        slow = [each for each in mine if (each.seconds or 0.0) > GOAL_S]
         times = sorted(each.seconds for each in mine if each.seconds is not None)
         if times:
             rows.append(
@@ -529,11 +550,18 @@ def recoveries(faults: Sequence[Fault]) -> pd.DataFrame:
                     "median s": round(statistics.median(times), 1),
                     "p95 s": round(times[min(len(times) - 1, int(len(times) * 0.95))], 1),
                     "worst s": round(times[-1], 1),
-                    "in 10 s": sum(each <= 10 for each in times),
+                    "in 10 s": sum(each <= GOAL_S for each in times),
+                    "slow: noticed s": median_of(each.noticed_s for each in slow),
+                    "slow: ranks again s": median_of(each.again_s for each in slow),
                     "became": str(dict(Counter(each.became for each in mine))),
                 }
             )
     return pd.DataFrame(rows)
+
+
+def median_of(seconds: Iterable[float | None]) -> float | None:
+    known = [each for each in seconds if each is not None]
+    return round(statistics.median(known), 1) if known else None
 
 
 def cpu_model() -> str:
@@ -549,6 +577,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="as the test runs it")
     parser.add_argument("--kills", type=int, default=0, help="of workers, after the jobs")
     parser.add_argument("--no-jobs", action="store_true", help="only --kills")
+    parser.add_argument("--at-once", type=int, default=2, help="jobs whose workers are killed")
+    parser.add_argument("--starting", action="store_true", help="kill them before the first step")
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--every", type=int, default=20, help="steps between two checkpoints")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -570,7 +600,7 @@ def report(
     if not chosen.no_jobs:
         run(made, plan)
     if chosen.kills:
-        kill_workers(made, chosen.kills)
+        kill_workers(made, chosen.kills, chosen.at_once, starting=chosen.starting)
     load.append(os.getloadavg()[0])
     check(made)
     jobs, faults = table(list(made.seen.values())), recoveries(made.faults)
@@ -582,7 +612,10 @@ def report(
     result = {
         "jobs": jobs.to_dict("records"),
         "recoveries": faults.to_dict("records"),
-        "seconds": [[each.kind, each.became, each.seconds] for each in made.faults],
+        "seconds": [
+            [each.kind, each.became, each.seconds, each.noticed_s, each.again_s]
+            for each in made.faults
+        ],
         "wrong": made.wrong,
         "load": load,
         "cpu": cpu_model(),

@@ -13,6 +13,7 @@ import pytest
 from benchmarks import jobs_under_faults, step_times, sweep
 from benchmarks.admission import POLICIES, main
 from paceline.config import LinkSettings
+from paceline.schemas import JobReport, JobState, SubmitJob, TrainingJob, new_run_id
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,6 +76,29 @@ def test_the_model_of_a_step_is_calibrated_on_gloo(tmp_path: Path) -> None:
     rows = [*result["steps"], *result["collectives"]]
     assert all(row["measured_s"] > 0 and row["predicted_s"] > 0 for row in rows)
     assert "[hardware.cpu]" in done.stdout
+
+
+def test_a_slow_recovery_shows_where_its_seconds_went() -> None:
+    def job(at: float, attempt: int, state: str, failures: int = 0) -> TrainingJob:
+        ranks = [{"rank": 0, "host": "a", "state": state, "last_heartbeat": at}]
+        report = JobReport.model_validate(
+            {"at": at, "attempt": attempt, "workers": ranks, "failures": {"a": {"lost": failures}}}
+        )
+        spec = SubmitJob(model_id="m", version="1", data_snapshot="s3://b/data/snapshots/0")
+        return TrainingJob(
+            job_id="tj-0123456789ab", submission_id="0" * 64, spec=spec, run_id=new_run_id(),
+            state=JobState.RUNNING, created_at=1.0, updated_at=1.0, report=report,
+        )  # fmt: skip
+
+    fault = jobs_under_faults.Fault("worker", "tj-0123456789ab", 100.0, job(99.0, 1, "running"))
+    for at, attempt, state, failures in (
+        (101.0, 1, "running", 0), (103.0, 1, "ended", 1), (110.0, 2, "starting", 1),
+        (114.0, 2, "running", 1),
+    ):  # fmt: skip
+        fault.look(job(at, attempt, state, failures), at)
+    assert (fault.noticed_s, fault.again_s, fault.seconds) == (3.0, 10.0, 14.0)
+    row = jobs_under_faults.recoveries([fault]).iloc[0]
+    assert (row["in 10 s"], row["slow: noticed s"], row["slow: ranks again s"]) == (0, 3.0, 10.0)
 
 
 @pytest.mark.chaos  # `make chaos`: an installation of its own, for many minutes

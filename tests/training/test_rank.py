@@ -196,6 +196,7 @@ PRELOADED = """
 import importlib, pkgutil, sys
 from paceline.training.loop import rank
 rank.preload()
+assert "paceline.schemas.command_results" not in sys.modules, "records of commands"
 before = set(sys.modules)
 for name in ("loop", "strategies", "parallel", "metrics"):
     package = importlib.import_module(f"paceline.training.{name}")

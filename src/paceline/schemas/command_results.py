@@ -13,7 +13,7 @@ from paceline.schemas.base import ModelId, Name, PieceHash, Record, Sha256, Text
 from paceline.schemas.clients import ApprovalRequest
 from paceline.schemas.events import DeploymentMoment, WorkerMoment
 from paceline.schemas.plan import Topology
-from paceline.schemas.records import Failure, Receipt
+from paceline.schemas.records import Difference, Failure, Receipt
 
 
 class ProblemFigures(Record):
@@ -195,17 +195,6 @@ class Generated(Record):
 
 
 # Output of `paceline reproduce`.
-
-
-class Difference(Record):
-    """One difference between the original run's environment and the present one."""
-
-    what: str
-    then: str
-    now: str
-    decisive: bool  # may change results: training is refused unless forced
-    where: str = ""
-    do: str = ""  # how to remove the difference
 
 
 class Reproduction(Record):

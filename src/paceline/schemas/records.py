@@ -217,3 +217,16 @@ class Approval(Record):
     token_id: str
     at: float  # seconds since the Unix epoch
     submitters: tuple[str, ...]  # names of the tokens that submitted the run
+
+
+# Here, because ranks use it: the records of commands, which they do not need, take 0.2 CPU-seconds
+# of each launcher's start.
+class Difference(Record):
+    """One difference between the original run's environment and the present one."""
+
+    what: str
+    then: str
+    now: str
+    decisive: bool  # may change results: training is refused unless forced
+    where: str = ""
+    do: str = ""  # how to remove the difference
