@@ -299,3 +299,70 @@ def test_the_installation_runs_a_sweep_whose_trials_are_one_run_in_mlflow(
     for each in found.trials:
         child = registry.call("get_run", registry.find_run(lab.job(each.job_id).run_id))
         assert child.data.tags[TAG_PARENT] == parent
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)  # with the installation's start, on a busy machine
+def test_a_pruned_sweep_goes_on_after_its_flow_is_killed_and_frees_its_slots(
+    lab: Lab, tmp_path: Path
+) -> None:
+    space, trials, steps = tmp_path / "space.toml", 6, 600
+    rates = 'kind = "float"\nlow = 1e-7\nhigh = 1e-2\nlog = true\n'
+    space.write_text(f'[space."training.learning_rate"]\n{rates}')
+    given = (*lab.base, "--snapshot", lab.snapshot, "--space", str(space), "--ranks", "1")
+    how = ("--trials", str(trials), "--parallel", "2", "--sampler", "random", "--seed", "3")
+    words = ("sweep", "asha", *given, *how, "--pruner", "asha", "--steps", str(steps))
+
+    def begin() -> dict[str, Any]:
+        done = paceline(*words, "--detach", "--json", state=lab.stack.state_dir)
+        assert done.code == 0, done.err
+        return done.answer
+
+    def jobs() -> dict[str, Any]:
+        return {each.job_id: each for each in lab.client.jobs(project="sweep-asha").jobs}
+
+    first = begin()
+    wait_until(lambda: any(e.state.is_final for e in jobs().values()), 600, "a trial has ended")
+    flow = str(first["flow_run_id"])
+    engines = [each for each in processes_of(lab.stack.state_dir) if _runs(each, flow)]
+    assert engines and len(jobs()) < trials
+    for each in engines:
+        os.kill(each.pid, signal.SIGKILL)
+    wait_until(lambda: lab.client.flow_run(flow).state in FINAL, 120, "Prefect sees it has died")
+    assert lab.client.flow_run(flow).state == "CRASHED"
+    before = jobs()
+    assert {e.wanted for e in before.values() if not e.state.is_final} <= {"run"}, "they go on"
+
+    again = begin()
+    wait_until(lambda: lab.client.flow_run(str(again["flow_run_id"])).state in FINAL, 900, "ends")
+    assert lab.client.flow_run(str(again["flow_run_id"])).state == "COMPLETED"
+    shown = paceline("sweep", "report", "asha", "--json", state=lab.stack.state_dir)
+    found = SweepShown.model_validate(shown.answer)
+    assert found.run_id == first["run_id"] and len(found.trials) == trials
+    states = {each.job_id: each.state for each in found.trials}
+    assert len(states) == trials, "each trial has one job"
+    assert set(states.values()) == {"complete", "pruned"}, found
+    assert before.keys() <= jobs().keys() == states.keys(), "none was submitted twice"
+
+    wait_until(lambda: all(lab.job(each).state.is_final for each in states), 60, "jobs end")
+    hold = lab.submit("--ranks", "4", steps=FOREVER + 2)
+    lab.becomes(hold, JobState.RUNNING)  # every slot is free
+    lab.client.change_job(hold, "cancel")
+    registry = Registry.from_runtime(lab.stack)
+    parent = registry.find_run(found.run_id)
+    for trial in found.trials:
+        job = lab.job(trial.job_id)
+        run = registry.call("get_run", registry.find_run(job.run_id))
+        assert run.data.tags[TAG_PARENT] == parent
+        if trial.state == "pruned":
+            assert (job.state, run.info.status) == (JobState.CANCELLED, "KILLED"), job.reason
+            assert 0 < trial.step < steps
+        else:
+            assert (job.state, run.info.status) == (JobState.SUCCEEDED, "FINISHED"), job.reason
+            assert trial.value == job.report.metrics["loss"]
+        assert job.usage[-1].held_s is not None, "its slots are its own no more"
+    assert registry.call("get_run", parent).info.status == "FINISHED"
+    assert "sweep.html" in [each.path for each in registry.call("list_artifacts", parent)]
+    best = min((e for e in found.trials if e.state == "complete"), key=lambda e: e.value or 0.0)
+    assert found.best == best and f"{found.name} trial {best.number}" in found.reproduce
+    lab.becomes(hold, JobState.CANCELLED)
