@@ -121,7 +121,7 @@ def with_options(
     """Return the decorator that adds ``options`` to a command, the first of them first."""
 
     def add(command: F) -> F:
-        return cast(F, functools.reduce(lambda made, each: each(made), reversed(options), command))
+        return functools.reduce(lambda made, each: each(made), reversed(options), command)
 
     return add
 
