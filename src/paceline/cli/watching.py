@@ -27,7 +27,6 @@ from paceline.cli.board import (
 from paceline.cli.options import (
     deadline_option,
     json_option,
-    machine_line,
     print_table,
     show,
     show_table,
@@ -53,6 +52,7 @@ from paceline.schemas import (
     DeploymentMoment,
     DeploymentsShown,
     DeploymentStatus,
+    Inventory,
     Moment,
     ReplicaStatus,
     ServiceStatus,
@@ -176,7 +176,7 @@ def workers(targets: tuple[str, ...], state: Path | None, as_json: bool) -> int:
             each.worker_id,
             "alive" if each.alive else "lost",
             " ".join(f"{key}={value}" for key, value in each.labels.named.items()),
-            machine_line(each.inventory),
+            _machine(each.inventory),
             f"{each.link_mbit:g} Mbit/s",
             size(each.available_storage),
             each.address,
@@ -185,6 +185,19 @@ def workers(targets: tuple[str, ...], state: Path | None, as_json: bool) -> int:
     ]
     names = ("worker", "state", "labels", "machine", "link", "free", "address")
     return show_table(WorkersShown(workers=tuple(found)), as_json, names, rows)
+
+
+def _machine(found: Inventory | None) -> str:
+    """Return a node's machine in a line: GPUs, cores, memory, network, disk; "" if not reported."""
+    if found is None:
+        return ""
+    gpus = [f"{each.count} × {each.kind} {size(each.memory_bytes)}" for each in found.accelerators]
+    parts = [*gpus, f"{found.cores} cores", size(found.memory_bytes)]
+    if found.interface_mbit is not None:
+        parts.append(f"{found.interface} {found.interface_mbit:g} Mbit/s")
+    if found.disk_bytes_s is not None:
+        parts.append(f"disk {size(round(found.disk_bytes_s))}/s")
+    return ", ".join(parts)
 
 
 @click.command()
