@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paceline.coordinator import Coordinator, coordinator as driver
+from paceline.coordinator import Coordinator
 from paceline.coordinator.state import (
     Activate,
     Answer,
@@ -51,6 +51,7 @@ from paceline.schemas import (
     EventName,
     Heartbeat,
     WorkerStatus,
+    base,
 )
 from tests.coordinator.conftest import (
     PIECE,
@@ -218,7 +219,7 @@ class Fleet(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         # Ids that are drawn by chance would make the same steps another run.
-        self.ids, driver.secrets = driver.secrets, Numbered()
+        self.ids, base.secrets = base.secrets, Numbered()
         self.now_s = 1000.0
         self.store = Ledger()
         self.replicas = {name: self._replica() for name in ("a", "b")}
@@ -237,7 +238,7 @@ class Fleet(RuleBasedStateMachine):
         self.heard_events = 0
 
     def teardown(self) -> None:
-        driver.secrets = self.ids
+        base.secrets = self.ids
 
     # --- plumbing --------------------------------------------------------------------------------
 

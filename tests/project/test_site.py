@@ -76,6 +76,10 @@ def keys(model: type[BaseModel]) -> Iterator[str]:
             yield from keys(field.annotation)
 
 
+def is_error(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, errors.PacelineError)
+
+
 def test_the_reference_lists_what_the_code_has(site: Path) -> None:
     known = {
         "cli": commands(cli, "paceline"),
@@ -83,7 +87,7 @@ def test_the_reference_lists_what_the_code_has(site: Path) -> None:
         "python": (f"paceline.{name}" for name in paceline.__all__ if name != "__version__"),
         "profile": keys(Profile),
         "events": EventName,
-        "errors": (name for name in vars(errors) if name[0].isupper() and name.isalpha()),
+        "errors": (name for name, kind in vars(errors).items() if is_error(kind)),
         "schemas": (f"{name}.json" for name in SCHEMAS),
     }
     for page, names in known.items():

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from paceline.api.access import _node_profile
+from paceline.api.access import SERVER_SECTIONS
 from paceline.config import Endpoints, Profile, Runtime, Secrets, load_profile
 from paceline.errors import AccessDenied, InvalidInput, InvalidProfile, ServiceUnavailable
 from paceline.relay import (
@@ -162,7 +162,8 @@ def test_a_place_that_names_no_bucket_is_an_invalid_profile(place: str) -> None:
 
 
 def test_a_node_that_joins_learns_which_bucket_is_the_installations(tmp_path: Path) -> None:
-    given = _node_profile(a_runtime(tmp_path, *PLACES, bucket="renamed").profile)
+    profile = a_runtime(tmp_path, *PLACES, bucket="renamed").profile
+    given = profile.model_dump(mode="json", exclude=SERVER_SECTIONS)
     joined = a_runtime(tmp_path).model_copy(update={"profile": Profile.model_validate(given)})
     assert allowed_source("s3://renamed/m/1", joined)
     assert allowed_source("s3://whole/m/1", joined)

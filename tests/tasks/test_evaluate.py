@@ -17,7 +17,7 @@ from paceline.models import model_digest
 from paceline.schemas import EvaluationSpec, RecordedScore, TrainingData, metric_digest
 from paceline.storage import DiskStore
 from paceline.tasks import evaluate as judging
-from paceline.tasks._support import sealed
+from paceline.tasks._support import scores, sealed
 from paceline.tasks._support.run import Run
 from paceline.tasks._support.scores import recorded_besides
 from tests.evaluation.test_tasks import CHOICE, write_tasks
@@ -48,8 +48,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     run = run_of(Store(write_tasks(tmp_path / "tasks", CHOICE)))
     files = [SimpleNamespace(size=50_000), SimpleNamespace(size=200_000)]
     run.manifest = lambda _url: cast("Manifest", SimpleNamespace(files=files, digest="d" * 64))  # type: ignore[method-assign]
-    snapshot = SimpleNamespace(record=SimpleNamespace(total_bytes=80_000_000))
-    monkeypatch.setattr(judging, "load_snapshot", lambda _url, _store: snapshot)
+    snapshot = SimpleNamespace(record=SimpleNamespace(total_bytes=80_000_000), is_paired=False)
+    for module in (judging, scores.data):
+        monkeypatch.setattr(module, "load_snapshot", lambda _url, _store: snapshot)
     return run
 
 

@@ -13,7 +13,7 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from paceline.client import AccessClient, CoordinatorClient
-from paceline.config import Endpoints
+from paceline.config import Endpoints, PriceSettings
 from paceline.errors import AccessDenied, NotFound, TemporaryError
 from paceline.schemas import (
     Accelerator,
@@ -92,7 +92,8 @@ def platform(tmp_path: Any, services: Services) -> Iterator[Served]:
     with serving(services) as web:
         runtime = make_runtime(tmp_path / "state", beat_s=5)
         known = Endpoints(prefect_api_url=f"{web.url}/api", mlflow_url=web.url)
-        server = Served(runtime.model_copy(update={"endpoints": known}))
+        priced = runtime.profile.model_copy(update={"prices": PriceSettings(per_hour={"H100": 2.0})})
+        server = Served(runtime.model_copy(update={"endpoints": known, "profile": priced}))
         server.runtime.state_dir.mkdir()
         server.start()
         try:
