@@ -25,7 +25,8 @@ LATENCY_RUNS = 7
 DECODED_TOKENS = 16
 BATCH_ROWS = 8  # at most, of the batch whose throughput is measured
 BATCH_RUNS = 3
-TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 32_768}  # at most, by kind of device
+# At most, by kind of device; on CPUs more leave their caches (docs/measurements/training.md).
+TOKENS_PER_BATCH = {"cpu": 1024, "cuda": 32_768}
 LOGITS_BYTES = 512 * 1024 * 1024  # in float32, at most, of all threads together
 PEAK = "VmHWM"
 _PROCESS = Path("/proc/self")
