@@ -8,10 +8,10 @@ from paceline.config import with_job_settings
 from paceline.flows.distribute import distribute_model
 from paceline.flows.evaluate import evaluate_model
 from paceline.flows.promote import promote_model
+from paceline.flows.publish import prepare_inputs
 from paceline.flows.train import train_model
 from paceline.schemas import RunSummary
 from paceline.tasks._support.artifacts import own_log
-from paceline.tasks._support.beside import beside
 from paceline.tasks._support.declaring import (
     Approver,
     Base,
@@ -25,11 +25,10 @@ from paceline.tasks._support.lineage import recorded
 from paceline.tasks._support.run import Run, listening, log_stages_to
 from paceline.tasks._support.scores import require_one_process
 from paceline.tasks._support.summary import summarise
-from paceline.tasks.evaluate import published_tasks, require_scorable, require_trainable
-from paceline.tasks.prepare import build_data_snapshot, inputs_of, reading_for
+from paceline.tasks.evaluate import published_tasks, require_judgeable
 from paceline.tasks.promote import has_champion
-from paceline.tasks.publish import given_base, published_url
-from paceline.tasks.train import export_changes, exporting
+from paceline.tasks.publish import published_url
+from paceline.tasks.train import export_changes, exporting, require_base
 
 
 @declared("lifecycle", "lifecycle {model} {data}")
@@ -45,8 +44,7 @@ def run_lifecycle(
 ) -> RunSummary:
     """Relay the base model to every node, train it there, judge it, promote it, roll it out.
 
-    A given base is relayed while the data snapshot is built; training begins after both. Every
-    stage is idempotent: run again, it goes on from where it was, and a finished run finds
+    Every stage is idempotent: run again, it goes on from where it was, and a finished run finds
     everything done and says so. ``data`` is a directory of text files (default: the profile's);
     ``model`` is the base (default: the profile's): MODEL_ID/VERSION as published, hf://…, oci://…,
     or a directory. ``settings`` are the training's own, as of ``train_model``; ``team`` and
@@ -58,23 +56,18 @@ def run_lifecycle(
     with recorded(run, "lifecycle"), listening(log_stages_to(own_log())):
         published_tasks(run)  # refused, where they are, before any node is busy
         profile = with_job_settings(run.runtime.profile, settings or {})  # this too
-        with beside(run) as side:  # the base travels while the snapshot is built
-            base = given_base(run, model)
-            snapshot = side.submit(build_data_snapshot, data, reading_for(run, base))
-            prepared = side.submit(inputs_of, snapshot, base, team, project)
-            base = base or prepared.result().base
-            named = base.model_id, base.version
-            own = settings or {}
-            asked, profile = profile, exporting(run, profile, own, *named, promotes=True)
-            settings = own | export_changes(run, asked, profile)
-            base_url = published_url(run, *named)
-            require_scorable(run, profile, base_url)
-            require_one_process(run, run.manifest(base_url))
-            side.submit(require_trainable, profile, prepared)
-            # Where there is a champion the nodes go on running it until it is replaced.
-            first = not has_champion(run, base.model_id)
-            relayed = distribute_model(*named, activate=first, **here)
-        inputs, model_id, version = prepared.result(), relayed.model_id, relayed.version
+        inputs = prepare_inputs(data, model, **owner, **here)
+        base_url = published_url(run, inputs.model_id, inputs.version)
+        named = inputs.model_id, inputs.version
+        asked, profile = profile, exporting(run, profile, settings or {}, *named, promotes=True)
+        settings = (settings or {}) | export_changes(run, asked, profile)
+        require_judgeable(run, profile, inputs.snapshot_url, base_url)
+        require_one_process(run, run.manifest(base_url))
+        require_base(run, profile, *named, inputs.snapshot_url)
+        # Where there is a champion the nodes go on running it until it is replaced.
+        first = not has_champion(run, inputs.model_id)
+        relayed = distribute_model(inputs.model_id, inputs.version, activate=first, **here)
+        model_id, version = relayed.model_id, relayed.version
         trained = train_model(
             model_id, version, inputs.snapshot_url, settings=settings, **owner, **here
         )

@@ -19,8 +19,13 @@ from paceline.tasks._support.declaring import (
 )
 from paceline.tasks._support.lineage import recorded
 from paceline.tasks._support.run import Run
-from paceline.tasks.prepare import build_data_snapshot, inputs_of, reading_for
-from paceline.tasks.publish import given_base, import_remote, publish_directory
+from paceline.tasks.prepare import (
+    build_data_snapshot,
+    permitted_snapshot,
+    publish_base_model,
+    reading_for,
+)
+from paceline.tasks.publish import import_remote, publish_directory, publish_given_base
 
 
 @declared("publish-model", "publish {model_id} {version} {directory}")
@@ -75,6 +80,16 @@ def prepare_inputs(
     for the profile's purpose."""
     run = Run.open(state_dir, run_id)
     with recorded(run, "prepare-inputs"):
-        base = given_base(run, model)
-        snapshot = build_data_snapshot(run, data, reading_for(run, base))
-        return inputs_of(run, snapshot, base, team, project)
+        named = model or run.runtime.profile.model.base
+        base = publish_given_base(run, named).output if named else None
+        snapshot = build_data_snapshot(run, data, base and reading_for(run, base)).output
+        users = [(team or "default", project)]
+        permitted_snapshot(run, snapshot["url"], users=users)  # before a node is busy
+        base = base or publish_base_model(run, snapshot).output
+        return Inputs(
+            snapshot=SnapshotMade(**snapshot),
+            base=PublishedModel(**base),
+            model_id=base["model_id"],
+            version=base["version"],
+            snapshot_url=snapshot["url"],
+        )

@@ -159,7 +159,6 @@ def relay(
 
     def moved(page: artifacts.Progress) -> dict[str, Any]:
         stop_if_cancelled()
-        run.stop_if_ended()
         _require_space(run, manifest, targets)
         seen = run.retry(lambda: deployment.last_event(run), BRIEFLY_S)
         if deployment_id is not None:
@@ -274,12 +273,7 @@ def activate(
     *,
     allow_older: bool = False,
 ) -> Activated:
-    """Switch every node of a complete deployment to its version, and wait until each has; not
-    before what runs beside it has ended well."""
-    if run.beside is not None:
-        run.report(stage, 0.0, "waits for what runs beside it")
-        run.beside.wait_for_end()
-        run.stop_if_ended()
+    """Switch every node of a complete deployment to its version, and wait until each has."""
     began = time.monotonic()
     stop_if_cancelled()
     client = run.coordinator

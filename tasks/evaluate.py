@@ -31,7 +31,6 @@ from paceline.schemas import (
     EvaluationReport,
     EvaluationSpec,
     Evidence,
-    Inputs,
     RecordedScore,
     TrainingData,
     TrainResult,
@@ -54,7 +53,6 @@ from paceline.tasks._support.scores import (
     scores_in_parts,
 )
 from paceline.tasks._support.stages import stage
-from paceline.tasks.train import require_base
 from paceline.training.user_code import Task, check, parse, require_allowed
 
 DEADLINE_S = 900.0  # of models of MODEL_BYTES together; larger ones get more, in proportion
@@ -162,19 +160,8 @@ def require_judgeable(run: Run, profile: Profile, snapshot_url: str, base_url: s
     """Raise what ``user_code.check`` does, before any node is busy, where ``profile`` trains by
     user code whose model could not be judged on this snapshot, or a metric cannot judge;
     InvalidInput where tasks need a chat template that the base has not."""
-    require_scorable(run, profile, base_url)
-    _require_own_model(run, profile, snapshot_url)
-
-
-def require_scorable(run: Run, profile: Profile, base_url: str) -> None:
-    """Raise what ``require_judgeable`` does, as far as that needs no snapshot."""
     _require_metrics(run)
     _require_template(run, base_url)
-    if code_ref := profile.training.code_ref:
-        require_allowed(parse(code_ref), run.runtime.profile.security.code_sources)
-
-
-def _require_own_model(run: Run, profile: Profile, snapshot_url: str) -> None:
     if not (code_ref := profile.training.code_ref):
         return
     task = Task(
@@ -185,14 +172,6 @@ def _require_own_model(run: Run, profile: Profile, snapshot_url: str) -> None:
     )
     sources = run.runtime.profile.security.code_sources
     check(code_ref, sources, run.runtime.state_dir / "code", task, judged=True)
-
-
-@stage("check-inputs")
-def require_trainable(run: Run, profile: Profile, inputs: Inputs) -> None:
-    """Raise what ``require_judgeable`` and ``require_base`` do of a lifecycle's inputs, which are
-    scorable."""
-    _require_own_model(run, profile, inputs.snapshot_url)
-    require_base(run, profile, inputs.model_id, inputs.version, inputs.snapshot_url)
 
 
 def _require_template(run: Run, base_url: str) -> None:

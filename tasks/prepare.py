@@ -29,14 +29,7 @@ from paceline.data import (
 from paceline.errors import DataRejected, InvalidInput, PacelineError
 from paceline.jobs import require_permitted
 from paceline.models import TOKENIZER_FILE
-from paceline.schemas import (
-    Inputs,
-    PublishedModel,
-    SnapshotMade,
-    StageRecord,
-    canonical_json,
-    digest_of,
-)
+from paceline.schemas import StageRecord, canonical_json, digest_of
 from paceline.storage import ObjectStore
 from paceline.tasks._support import artifacts, sealed
 from paceline.tasks._support.lineage import log_page
@@ -80,7 +73,6 @@ def build_data_snapshot(
         with artifacts.Progress("snapshot", f"samples of {source}") as page:
 
             def moved(share: float, samples: int, size: int) -> None:
-                run.stop_if_ended()
                 said = f"{samples:,} samples, {size / 1e6:,.1f} MB"
                 run.report("snapshot", share, said)
                 page.show(share, said)
@@ -312,34 +304,13 @@ def publish_base_model(run: Run, snapshot: dict[str, Any]) -> StageResult:
     )
 
 
-@stage("prepare-inputs")
-def inputs_of(
-    run: Run, snapshot: StageResult, base: PublishedModel | None, team: str, project: str
-) -> Inputs:
-    """Return ``snapshot`` and ``base``, or a new base published for it where none is given.
-
-    Raises AccessDenied or InvalidSnapshot where ``team`` and ``project`` may not use the snapshot
-    for the profile's purpose."""
-    url = str(snapshot.output["url"])
-    permitted_snapshot(run, url, users=[(team or "default", project)])
-    base = base or PublishedModel(**publish_base_model(run, snapshot.output).output)
-    return Inputs(
-        snapshot=SnapshotMade(**snapshot.output),
-        base=base,
-        model_id=base.model_id,
-        version=base.version,
-        snapshot_url=url,
-    )
-
-
-def reading_for(run: Run, base: PublishedModel | None) -> dict[str, str] | None:
+def reading_for(run: Run, base: dict[str, Any]) -> dict[str, str] | None:
     """Return the data setting with which a snapshot has the tokens of the model ``base``, and its
     chat template: its own tokenizer, where it has one and the profile names none."""
-    if base is None or run.runtime.profile.data.tokenizer != "bytes":
+    files = {each.path for each in run.manifest(base["url"]).files}
+    if run.runtime.profile.data.tokenizer != "bytes" or TOKENIZER_FILE not in files:
         return None
-    if all(each.path != TOKENIZER_FILE for each in run.manifest(base.url).files):
-        return None
-    return {"tokenizer": f"{base.url}/{TOKENIZER_FILE}"}
+    return {"tokenizer": f"{base['url']}/{TOKENIZER_FILE}"}
 
 
 def snapshot_reference(run: Run, url: str) -> dict[str, Any]:

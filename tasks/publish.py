@@ -26,7 +26,6 @@ from paceline.models import weight_files, weights_digest
 from paceline.plan import origin_cap_bytes
 from paceline.registry import import_place, published_reference
 from paceline.relay import allowed_source
-from paceline.schemas import PublishedModel
 from paceline.storage import is_remote, remote_model
 from paceline.tasks._support import artifacts, stages
 from paceline.tasks._support.cancelling import noticed, stop_if_cancelled
@@ -41,7 +40,7 @@ STAGES = 2  # digest, upload
 
 
 @stages.stage("publish-given-base", retries=2)
-def publish_given_base(run: Run, model: str) -> PublishedModel:
+def publish_given_base(run: Run, model: str) -> StageResult:
     """Return the base that ``model`` names, once it is in the object store.
 
     A directory is published as version 1 of an id with the digest of its weights, hf://… and
@@ -50,35 +49,28 @@ def publish_given_base(run: Run, model: str) -> PublishedModel:
     ``import_remote`` does.
     """
     if is_remote(model):
-        return PublishedModel(**import_remote(run, model).output)
+        return import_remote(run, model)
     directory = Path(model)
     if not directory.is_absolute():
         began = time.monotonic()
         model_id, version = published_reference(model)
         url = published_url(run, model_id, version)
         output = _published(run.manifest(url), url)
-        run.finish("base", began, f"{model_id} {version} at {url}")
-        return PublishedModel(**output)
+        seconds = run.finish("base", began, f"{model_id} {version} at {url}")
+        return StageResult(stage="base", output=output, seconds=seconds, reused=None)
     weights = weights_digest(directory)
     model_id = f"{run.runtime.profile.model.model_id}-{weights[:8]}"
 
     def work() -> dict[str, Any]:
         return publish_base(run, directory, model_id)
 
-    done = run.stage(
+    return run.stage(
         "base",
         {"model": model, "weights": weights},
         work,
         still_true=lambda o: is_published(run, o),
         describe=lambda o: f"{o['model_id']} v{o['version']}, {o['parameters']:,} parameters",
     )
-    return PublishedModel(**done.output)
-
-
-def given_base(run: Run, model: str | None) -> PublishedModel | None:
-    """Return the published base that ``model``, else the profile, names; None: neither does."""
-    named = model or run.runtime.profile.model.base
-    return publish_given_base(run, named) if named else None
 
 
 def publish_base(run: Run, directory: Path, model_id: str) -> dict[str, Any]:

@@ -153,7 +153,6 @@ def _watch(
     away_since: float | None = None
     planned = False
     while True:
-        run.stop_if_ended()
         try:
             view = run.coordinator.deployment(deployment_id)
             if not planned and view.status is not DeploymentStatus.INIT:
@@ -209,12 +208,11 @@ def _show_plan(run: Run, view: DeploymentView, stage: str) -> None:
 
 
 def _cancel_with_us(run: Run, deployment_id: str) -> None:
-    """Cancel the deployment where our flow run was cancelled in Prefect, or a stage beside ours
-    failed; a mere interruption leaves it for the next run. Never raises: something else ended the
-    relay."""
+    """Cancel the deployment where our flow run was cancelled in Prefect; a mere interruption
+    leaves it for the next run. Never raises: something else ended the relay."""
     try:
         ended = cancelled_flow_run()
-        if ended is None and run.ended_by is None:
+        if ended is None:
             return
         record = run.coordinator.deployment(deployment_id).deployment
         ours = {flow_run.get_id(), ended}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from paceline.client import CoordinatorClient
 from paceline.cluster import Fleet, Node, by_number
 from paceline.config import Runtime, load_runtime
-from paceline.errors import Cancelled, Conflict, NotReady, PacelineError, TemporaryError
+from paceline.errors import Conflict, NotReady, PacelineError, TemporaryError
 from paceline.manifest import Manifest
 from paceline.relay import fetch_allowed_manifest
 from paceline.schemas import StageRecord, digest_of, new_run_id, require_run_id
@@ -28,7 +28,6 @@ from paceline.storage import ObjectStore
 
 if TYPE_CHECKING:
     from paceline.registry import Registry
-    from paceline.tasks._support.beside import Beside
     from paceline.tasks._support.job import JobLink
 
 logger = logging.getLogger(__name__)
@@ -107,8 +106,6 @@ class Run:
         self.depth = 0  # how many flows of this run are open in this process
         self.driving: list[str] = []  # deployments under way because of this run
         self.job: JobLink | None = None  # of the training flow that is open
-        self.beside: Beside | None = None  # the stages that run beside the flow's own
-        self.ended_by: BaseException | None = None  # why those side by side are to stop
         self.checked: set[str] = set()  # what was found to be trainable
         self._manifests: dict[str, Manifest] = {}
         self._lock = threading.Lock()
@@ -138,19 +135,6 @@ class Run:
         with _opening:
             if _open_runs.get(key) is self:
                 del _open_runs[key]
-
-    def end(self, error: BaseException) -> None:
-        """Have the stages that run side by side stop because of ``error``; the first one counts."""
-        with self._lock:
-            self.ended_by = self.ended_by or error
-
-    def stop_if_ended(self) -> None:
-        """Raise Cancelled where a stage beside this one has failed, KeyboardInterrupt at Ctrl-C."""
-        if self.ended_by is None:
-            return
-        if not isinstance(self.ended_by, Exception):
-            raise KeyboardInterrupt
-        raise Cancelled("a stage beside this one failed", got=explain(self.ended_by))
 
     @property
     def state_dir(self) -> str:

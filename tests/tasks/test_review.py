@@ -205,7 +205,6 @@ def test_a_lifecycles_snapshot_is_checked_before_a_base_is_published(
     monkeypatch.setattr(publish_flow, "recorded", lambda *_: nullcontext())
     monkeypatch.setattr(publish_flow.Run, "open", lambda *_: run)
     monkeypatch.setattr(publish_flow, "build_data_snapshot", lambda *_: built)
-    monkeypatch.setattr(publish_flow, "inputs_of", prepare.inputs_of.fn)
     monkeypatch.setattr(prepare, "load_snapshot", lambda *_: snapshot)
     monkeypatch.setattr(prepare, "_reference", lambda _: {})
     begun: list[Any] = []
@@ -214,7 +213,7 @@ def test_a_lifecycles_snapshot_is_checked_before_a_base_is_published(
         begun.append(given)
         raise NotFound("no node")
 
-    monkeypatch.setattr(prepare, "publish_base_model", publish_base)
+    monkeypatch.setattr(publish_flow, "publish_base_model", publish_base)
     queue: Any = run.coordinator
     with pytest.raises(NotFound):
         publish_flow.prepare_inputs.fn()

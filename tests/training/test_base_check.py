@@ -16,7 +16,7 @@ import torch
 from paceline.config import DataSettings, TrainingSettings, load_profile
 from paceline.data import Snapshot, build_snapshot
 from paceline.errors import InvalidInput, PacelineError, PermanentError
-from paceline.flows import train
+from paceline.flows import lifecycle, train
 from paceline.manifest import build_manifest, write_manifest
 from paceline.manifest.publish import record_not_finite
 from paceline.models import config_for, new_model, save_model
@@ -174,7 +174,10 @@ def test_a_base_is_checked_once_in_a_run(
     assert len(asked) == 3, "the same base, data and settings are not asked again"
 
 
-def test_a_base_is_checked_before_nodes_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flow", [train, lifecycle], ids=["train", "lifecycle"])
+def test_a_base_is_checked_before_nodes_are_busy(
+    monkeypatch: pytest.MonkeyPatch, flow: Any
+) -> None:
     link = SimpleNamespace(user=("default", ""), sweep=None, hosts=["a"])
     profile = SimpleNamespace(cluster=SimpleNamespace(per_job=False), training=TrainingSettings())
     run = SimpleNamespace(
@@ -194,14 +197,21 @@ def test_a_base_is_checked_before_nodes_are_busy(monkeypatch: pytest.MonkeyPatch
         "linked": lambda *_: nullcontext(link),
         "with_job_settings": lambda *_: profile,
         "exporting": lambda *_, **__: profile,
+        "prepare_inputs": lambda *_, **__: SimpleNamespace(
+            model_id="m", version="v1", snapshot_url="u"
+        ),
     }
     ignored = (
-        "permitted_snapshot", "require_own_expectations", "profile_of",
+        "permitted_snapshot", "require_own_expectations", "published_tasks", "profile_of",
         "require_judgeable", "require_one_process", "published_url",
     )  # fmt: skip
     for name in (*passed, *ignored):
-        monkeypatch.setattr(train, name, passed.get(name, lambda *_: None))
-    monkeypatch.setattr(train, "require_base", refused)
-    monkeypatch.setattr(train, "distribute_model", busy)
+        if hasattr(flow, name):
+            monkeypatch.setattr(flow, name, passed.get(name, lambda *_: None))
+    monkeypatch.setattr(flow, "require_base", refused)
+    monkeypatch.setattr(flow, "distribute_model", busy)
     with pytest.raises(InvalidInput, match="it does not fit"):
-        train.train_model.fn("m", "v1", "u")
+        if flow is train:
+            train.train_model.fn("m", "v1", "u")
+        else:
+            lifecycle.run_lifecycle.fn()

@@ -129,24 +129,19 @@ def test_a_contradiction_is_found_before_nodes_are_busy(
         state_dir="", run_id="run-20261120-153600-9f3a1c", runtime=runtime, store=DiskStore()
     )
     link = SimpleNamespace(user=("default", ""), sweep=None, hosts=["a"])
-    base = SimpleNamespace(model_id="m", version="v1")
-    side = SimpleNamespace(submit=lambda *_: None)
+    inputs = SimpleNamespace(model_id="m", version="v1", snapshot_url="u")
     passed = {
         "recorded": lambda *_: nullcontext(),
         "linked": lambda *_: nullcontext(link),
-        "given_base": lambda *_: base,
-        "beside": lambda *_: nullcontext(side),
+        "prepare_inputs": lambda *_, **__: inputs,
     }
-    ignored = (
-        "permitted_snapshot", "require_own_expectations", "published_tasks", "reading_for",
-    )  # fmt: skip
+    ignored = ("permitted_snapshot", "require_own_expectations", "published_tasks")
     monkeypatch.setattr(Run, "open", lambda *_: run)
     for name in (*passed, *ignored):
         if hasattr(flow, name):
             monkeypatch.setattr(flow, name, passed.get(name, lambda *_: None))
     monkeypatch.setattr(flow, "distribute_model", lambda *_, **__: pytest.fail("a node is busy"))
-    later = "require_judgeable" if flow is train else "require_scorable"
-    monkeypatch.setattr(flow, later, lambda *_: pytest.fail("it is found before"))
+    monkeypatch.setattr(flow, "require_judgeable", lambda *_: pytest.fail("it is found before"))
     with pytest.raises(InvalidInput, match=r"a context of 32.*gate\.min_context"):
         if flow is train:
             train.train_model.fn("m", "v1", "u")
