@@ -92,7 +92,9 @@ def platform(tmp_path: Any, services: Services) -> Iterator[Served]:
     with serving(services) as web:
         runtime = make_runtime(tmp_path / "state", beat_s=5)
         known = Endpoints(prefect_api_url=f"{web.url}/api", mlflow_url=web.url)
-        priced = runtime.profile.model_copy(update={"prices": PriceSettings(per_hour={"H100": 2.0})})
+        priced = runtime.profile.model_copy(
+            update={"prices": PriceSettings(per_hour={"H100": 2.0})}
+        )
         server = Served(runtime.model_copy(update={"endpoints": known, "profile": priced}))
         server.runtime.state_dir.mkdir()
         server.start()
