@@ -206,6 +206,7 @@ def test_jobs_are_preempted_killed_paused_and_lose_no_step(lab: Lab) -> None:
 
     every = lab.stack.profile.training.checkpoints.every_steps
     wait_until(lambda: lab.step(high) > every, 240, "it has more to lose than an interval")
+    lab.becomes(high, JobState.RUNNING)  # which is reported some seconds after its steps
     flow_run = lab.job(high).flow_run_id
     engines = [each for each in processes_of(lab.stack.state_dir) if _runs(each, flow_run)]
     assert engines
