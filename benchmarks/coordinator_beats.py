@@ -155,6 +155,7 @@ class Load:
     after: Look = NOTHING  # and when they are over
     from_s: float = math.inf  # what is due from here on is measured,
     until_s: float = math.inf  # and what is due from here on is not sent
+    rate: Callable[[], float] = lambda: 1e6  # bytes/s that an agent reports, both ways
 
     def __post_init__(self) -> None:
         self.names = [f"node-{index}" for index in range(self.agents)]
@@ -329,8 +330,8 @@ def _beats(load: Load, index: int) -> Callable[[int, int], bytes]:
             worker_id=name,
             status=WorkerStatus.RECEIVING if load.deployment_id else WorkerStatus.IDLE,
             chunks_received=(770_003,) if load.deployment_id else (),
-            bandwidth_in=1e6,
-            bandwidth_out=1e6,
+            bandwidth_in=770_005.0,
+            bandwidth_out=770_005.0,
             incarnation=770_004,
             deployments=(entry,) if load.deployment_id else (),
         )
@@ -343,6 +344,7 @@ def _beats(load: Load, index: int) -> Callable[[int, int], bytes]:
         chunks = b",".join(b"%d" % each for each in range(held))
         filled = text[load.deployment_id].replace(b"770004", b"%d" % incarnation)
         filled = filled.replace(b"770001", b"%d" % held).replace(b"770002", b"%d" % (held * CHUNK))
+        filled = filled.replace(b"770005.0", b"%.1f" % load.rate())
         return filled.replace(b"770003", chunks)
 
     return written

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.schemas import Accelerator, Inventory, RegisterWorker
-from tests.api.conftest import FakeAgent, creation, make_model, served  # noqa: F401
+from tests.api.conftest import (
+    FakeAgent,
+    creation,
+    make_model,
+    make_runtime,
+    running,
+    served,  # noqa: F401
+)
 from tests.support.browser import chromium, see
 from tests.support.stack import wait_until
 
@@ -93,6 +101,36 @@ def test_the_page_shows_holdings_and_failures_and_finds_the_leader_again(
             if "Failed to load resource" not in each and "net::ERR" not in each
         ]  # fmt: skip
         assert log == [], "no error of the page itself"
+
+
+def test_a_large_fleets_picture_is_kept_and_drawn_where_it_changed(tmp_path: Path) -> None:
+    """New canvases with each message made the page lag."""
+    count = 121  # one more than have a row each
+    shown = """
+        const canvas = document.getElementById("all"), pen = canvas.getContext("2d"), seen = [];
+        canvas.kept ??= arguments[0];
+        for (let row = 0; row < 121; row++)
+          seen.push([...pen.getImageData(9, row * 4, 1, 1).data].join());
+        return [canvas.kept, [...new Set(seen)]];"""
+    with running(make_runtime(tmp_path / "state", beat_s=30)) as server, chromium() as browser:
+        url, manifest = make_model(server.runtime.state_dir)
+        client = server.client()
+        agents = [FakeAgent(client, f"node-{n}", per_beat=10**6) for n in range(count)]
+        for agent in agents:
+            agent.register()
+        client.create(creation(url, [each.worker_id for each in agents]), "key-1")
+        browser.get(f"{server.url}/fleet#token={server.runtime.secrets.coordinator_token}")
+        see(browser, "//canvas[@id='all']")
+        _, empty = browser.execute_script(shown, "first")
+        assert len(empty) == 1
+
+        def drawn() -> bool:
+            for agent in agents:
+                agent.beat(manifest)
+            return bool(browser.execute_script(shown, "later")[1] != empty)
+
+        wait_until(drawn, 120, "rows are drawn as held")
+        assert browser.execute_script(shown, "later")[0] == "first"
 
 
 def test_the_page_shows_machines_and_findings_with_what_mends_them(

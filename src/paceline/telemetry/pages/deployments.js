@@ -5,6 +5,9 @@ import {natural, rackOf, workersTable} from "./workers.js";
 import {drawTopology} from "./topology.js";
 
 const SHOWN = 12, MAP_ROWS = 120, NEEDY = 25; // beyond MAP_ROWS workers: one picture, and NEEDY with problems
+let canvases = new Map(); // of the workers that are shown, and the whole fleet's, "": a new one is dear
+const painted = new WeakMap(); // canvas → what was drawn on it
+let drawn = []; // parts as the whole fleet's picture has them, row by row
 let chosen = null, asked = null, shape = "chunks"; // asked: by the address, perhaps before it is known
 
 export function choose(id) { asked = id; }
@@ -93,8 +96,15 @@ function strip(pen, part, deployment, top, height, width, gap, colour) {
     for (let chunk = 1; chunk < deployment.total_chunks; chunk++) pen.fillRect(x(chunk) - gap, top, gap, height);
   }
 }
-function paint(canvas, deployment, part, colour) {
-  const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth || 400;
+function changed(canvas, ...now) {
+  // Returns whether the canvas shows something else than `now`, which it will show from here on.
+  const before = painted.get(canvas);
+  painted.set(canvas, now);
+  return !before || now.some((each, at) => each !== before[at]);
+}
+function paint(canvas, deployment, part, colour, shown) {
+  const ratio = window.devicePixelRatio || 1, width = shown || 400;
+  if (!changed(canvas, deployment.deployment_id, part, width, ratio, colour.held)) return;
   canvas.width = Math.round(width * ratio);
   canvas.height = Math.round(16 * ratio);
   const gap = canvas.width / deployment.total_chunks > 5 * ratio ? Math.max(1, Math.round(ratio)) : 0;
@@ -119,27 +129,39 @@ function drawMap(deployment) {
     el("span", "as-is", deployment.model_id + " " + deployment.version));
   const every = [...fleet.parts.get(deployment.deployment_id).values()], colour = colours();
   if (shape === "tree") { drawTopology($("map"), every, colour); return; }
-  const where = new Map(every.map(part => [part.worker_id, rackOf(part.worker_id)])), painted = [];
+  const where = new Map(every.map(part => [part.worker_id, rackOf(part.worker_id)])), strips = [];
   every.sort((a, b) => natural(where.get(a.worker_id), where.get(b.worker_id)) || natural(a.worker_id, b.worker_id));
+  const known = canvases;
+  canvases = new Map();
+  const canvas = id => canvases.set(id, known.get(id) || el("canvas")).get(id);
   if (every.length <= MAP_ROWS) {
-    fill($("map"), table(deployment, every, where, painted), legend());
+    fill($("map"), table(deployment, every, where, strips, canvas), legend());
   } else {
     const needy = every.filter(part => !part.verified).sort((a, b) =>
       (a.status === "failed" ? 0 : 1) - (b.status === "failed" ? 0 : 1) || a.bytes_held - b.bytes_held).slice(0, NEEDY);
     const under = el("p", "quiet", every.length + " workers, by rack; below, who is furthest behind");
     under.id = "under";
-    fill($("map"), picture(deployment, every, where, colour), under, table(deployment, needy, where, painted), legend());
+    fill($("map"), picture(canvas(""), deployment, every, where, colour), under,
+      table(deployment, needy, where, strips, canvas), legend());
   }
-  for (const [canvas, part] of painted) paint(canvas, deployment, part, colour);
+  const widths = strips.map(([each]) => each.clientWidth); // all at once: each would lay the page out again
+  strips.forEach(([each, part], at) => paint(each, deployment, part, colour, widths[at]));
 }
-function picture(deployment, every, where, colour) {
-  // One row per worker, as high as the space allows: the whole fleet in one picture.
-  const canvas = el("canvas"), row = Math.max(1, Math.floor(600 / every.length));
-  canvas.id = "all";
-  canvas.width = 1200;
-  canvas.height = every.length * row;
-  const pen = canvas.getContext("2d");
-  every.forEach((part, at) => strip(pen, part, deployment, at * row, Math.max(1, row > 3 ? row - 1 : row), 1200, 0, colour));
+function picture(canvas, deployment, every, where, colour) {
+  // One row per worker, as high as the space allows: the whole fleet in one picture, of which the rows
+  // that changed are drawn.
+  const row = Math.max(1, Math.floor(600 / every.length)), pen = canvas.getContext("2d");
+  if (changed(canvas, deployment.deployment_id, every.length, colour.held)) {
+    canvas.id = "all";
+    canvas.width = 1200;
+    canvas.height = every.length * row; // clears it, too
+    drawn = [];
+  }
+  every.forEach((part, at) => {
+    if (part !== drawn[at])
+      strip(pen, part, deployment, at * row, Math.max(1, row > 3 ? row - 1 : row), 1200, 0, colour);
+  });
+  drawn = every;
   canvas.onmousemove = event => {
     const part = every[Math.min(every.length - 1, Math.floor(event.offsetY / canvas.clientHeight * every.length))];
     $("under").textContent = part.worker_id + " (" + where.get(part.worker_id) + "): " + part.status + ", " +
@@ -149,7 +171,7 @@ function picture(deployment, every, where, colour) {
   canvas.setAttribute("aria-label", every.length + " workers and the chunks they hold");
   return canvas;
 }
-function table(deployment, shown, where, painted) {
+function table(deployment, shown, where, strips, canvasOf) {
   const made = el("table"), head = el("tr"), body = el("tbody");
   for (const [name, kind] of [["Worker", ""], ["Chunks", ""], ["Gains", "rate"], ["Sends", "rate wide"], ["Takes from", "wide"], ["", ""]])
     head.append(el("th", kind, name));
@@ -165,7 +187,7 @@ function table(deployment, shown, where, painted) {
       body.append(line);
     }
     const worker = fleet.workers.get(part.worker_id), row = el("tr", part.alive ? "" : "dead"), map = el("td", "map");
-    const canvas = el("canvas"), state = el("td");
+    const canvas = canvasOf(part.worker_id), state = el("td");
     map.append(canvas);
     const from = part.verified ? "" : (part.upstream_worker || "").replace(/^origin:.*/, "the origin");
     const mark = pill(part.alive || part.verified ? part.activated ? "active" : part.status : "lost");
@@ -175,7 +197,7 @@ function table(deployment, shown, where, painted) {
     row.append(el("td", "", workerLink(part.worker_id)), map, el("td", "rate", rate(part.rate_bytes_s)),
       el("td", "rate wide", rate(worker && worker.alive ? worker.bandwidth_out : 0)), el("td", "from wide", from), state);
     body.append(row);
-    painted.push([canvas, part]);
+    strips.push([canvas, part]);
   }
   return made;
 }
