@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from paceline.api import PrefectStarter
 from paceline.cli import flows
 from paceline.cli.commands import COMMANDS, GROUPS, group_of, leaves
-from paceline.cli.flows import FlowCall, _pages, flow_name, made_and_next
+from paceline.cli.flows import FlowCall, _pages, flow_name, made_and_next, require_inputs
 from paceline.cli.main import cli
 from paceline.cli.options import again, one_of, or_last, print_table, remember
 from paceline.cli.progress import StageBars
@@ -25,6 +26,7 @@ from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.errors import InvalidInput, NotFound
 from paceline.schemas import PRINTED, SCHEMAS, FlowAnswer, VerifyAnswer, flow_answer
 from paceline.tasks._support.run import StageUpdate
+from tests.api.conftest import make_runtime
 from tests.support.command import paceline, short_of
 
 
@@ -391,3 +393,23 @@ def test_last_is_what_this_user_made_last_on_that_installation(
     remember(made, "publish.build_snapshot", {"url": "s3://b/3"})
     monkeypatch.setenv("XDG_CONFIG_HOME", "/proc/none")
     remember(made, "publish.build_snapshot", {"url": "s3://b/3"})  # and no error
+
+
+@pytest.mark.parametrize(
+    ("given", "of"),
+    [
+        ({"directory": "{file}", "model_id": "m", "version": "1"}, "a model is a directory"),
+        ({"data": "{file}"}, "a text is a directory"),
+        ({"data": "{file}", "reading": {"format": "jsonl"}}, ""),
+    ],
+)
+def test_a_file_where_a_directory_is_wanted_is_refused_before_prefect(
+    tmp_path: Path, given: dict[str, Any], of: str
+) -> None:
+    (tmp_path / "one.txt").write_text("one")
+    asked = {
+        key: str(tmp_path / "one.txt") if value == "{file}" else value
+        for key, value in given.items()
+    }
+    with pytest.raises(InvalidInput, match=of) if of else nullcontext():
+        require_inputs(make_runtime(tmp_path / "state"), asked)

@@ -111,6 +111,9 @@ def test_down_where_nothing_runs_says_so(tmp_path: Path) -> None:
     done = paceline("down", "--json", "--state", str(tmp_path))
     assert done.returncode == 0
     assert json.loads(done.stdout)["was_running"] is False
+    lacking = tmp_path / "lacking"
+    done = paceline("down", "--state", str(lacking))
+    assert done.stdout.replace("\n", "") == f"nothing was running: there is no {lacking}"
 
 
 @pytest.mark.parametrize(

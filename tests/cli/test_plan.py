@@ -51,6 +51,18 @@ def test_people_see_what_is_chosen_and_what_it_replaces() -> None:
     assert max(len(line) for line in shown.splitlines()) <= 80
 
 
+@pytest.mark.parametrize(("columns", "lacking"), [(60, "depth, limit"), (40, "cross-rack")])
+def test_a_narrow_terminal_has_fewer_columns_and_whole_figures(
+    monkeypatch: pytest.MonkeyPatch, columns: int, lacking: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = run(*FLEET)
+    for text in ("tree-of-chains", "403.4", "400,000", "Too narrow for", lacking):
+        assert text in shown
+    assert "…" not in shown
+    assert max(len(line) for line in shown.splitlines()) <= columns
+
+
 def test_one_topology_may_be_asked_for() -> None:
     table = PlanTable.model_validate_json(run(*FLEET, "--topology", "direct", "--json"))
     assert table.chosen == "direct"

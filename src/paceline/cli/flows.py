@@ -214,6 +214,12 @@ def require_inputs(runtime: Runtime, given: Mapping[str, Any]) -> None:
             continue
         if not Path(path).exists():
             raise SourceMissing("no such file or directory", got=path, do="Check the path.")
+    reads = (given.get("reading") or {}).get("format") or runtime.profile.data.format
+    for name, path, needed in (("model", directory, True), ("text", data, reads == "text")):
+        if needed and path and Path(path).is_file():
+            raise InvalidInput(
+                f"a {name} is a directory of files", got=path, wanted="the directory that holds it"
+            )
     model_id, version = given.get("model_id"), given.get("version") or given.get("base_version")
     if model and not is_remote(model) and not Path(model).is_absolute():
         model_id, version = published_reference(model)

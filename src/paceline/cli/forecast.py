@@ -7,7 +7,7 @@ runs one deployment under a virtual clock and network, with failures. Neither mo
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -34,6 +34,9 @@ from paceline.schemas import (
     select_workers,
 )
 from paceline.units import size
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 NO_BOUND = "assumed: no bound"
 _COLUMNS = ("topology", "seconds", "× bound", "cross-rack", "source", "depth", "limit")
@@ -198,9 +201,7 @@ def _registered(
 
 
 def _show_plan(forecast: PlanTable) -> None:
-    from rich.box import SIMPLE_HEAD
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
     console.print(
@@ -214,27 +215,43 @@ def _show_plan(forecast: PlanTable) -> None:
     disk = f"disk {size(round(forecast.disk_mbit / 8 * 1e6))}/s " if forecast.disk_mbit else "disk "
     origins = forecast.origins
     console.print(f"links {origins['link']}; {disk}{origins['disk']}", highlight=False)
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for name in _COLUMNS:
-        left = name in ("topology", "limit")
-        table.add_column(name, justify="left" if left else "right", no_wrap=True)
-    rows = sorted(forecast.rows, key=lambda row: (row.reference, row.predicted_seconds))
     best = next(
         row for row in forecast.rows if row.topology == forecast.chosen and not row.reference
     )
-    for number, row in enumerate(rows):
-        table.add_row(
-            *_cells(row, chosen=row.topology == forecast.chosen and not row.reference),
-            style="dim" if row.reference else "bold" if row.topology == forecast.chosen else "",
-            end_section=not row.reference and rows[number + 1].reference,
-        )
-    console.print(table)
+    names, unlimited = _COLUMNS, console.options.update(width=1000)
+    while len(names) > 2 and console.width < (
+        console.measure(_table(forecast, names), options=unlimited).maximum
+    ):
+        names = names[:-1]
+    console.print(_table(forecast, names))
+    if lacking := _COLUMNS[len(names) :]:
+        console.print(f"Too narrow for {', '.join(lacking)}: a wider terminal or --json has them.")
     console.print("Dim rows are schemes to compare with; Paceline does not use them.")
     console.print(
         f"With the deaths that a fleet of this size must expect: {best.topology} takes "
         f"{_seconds(best.expected_seconds)} s.",
         highlight=False,
     )
+
+
+def _table(forecast: PlanTable, names: tuple[str, ...]) -> Table:
+    """Return the first columns, which are ``names``."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for name in names:
+        left = name in ("topology", "limit")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    rows = sorted(forecast.rows, key=lambda row: (row.reference, row.predicted_seconds))
+    for number, row in enumerate(rows):
+        chosen = row.topology == forecast.chosen
+        table.add_row(
+            *_cells(row, chosen=chosen and not row.reference)[: len(names)],
+            style="dim" if row.reference else "bold" if chosen else "",
+            end_section=not row.reference and rows[number + 1].reference,
+        )
+    return table
 
 
 def _cells(row: PlanRow, *, chosen: bool) -> tuple[str, ...]:

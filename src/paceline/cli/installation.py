@@ -106,7 +106,9 @@ def down(state: Path | None, as_json: bool) -> int:
     show(
         Stopped(was_running=stopped, state=str(directory)),
         as_json,
-        f"{what}; the state is in {directory} (delete it to start afresh)",
+        f"{what}; the state is in {directory} (delete it to start afresh)"
+        if directory.exists()
+        else f"{what}: there is no {directory}",
     )
     return 0
 
