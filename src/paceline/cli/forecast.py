@@ -218,7 +218,8 @@ def _show_plan(forecast: PlanTable) -> None:
     best = next(
         row for row in forecast.rows if row.topology == forecast.chosen and not row.reference
     )
-    names, unlimited = _COLUMNS, console.options.update(width=1000)
+    names: tuple[str, ...] = _COLUMNS
+    unlimited = console.options.update(width=1000)
     while len(names) > 2 and console.width < (
         console.measure(_table(forecast, names), options=unlimited).maximum
     ):
