@@ -24,7 +24,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -62,35 +63,14 @@ def run(
     agents: int, seconds: float, beat_s: float, chunks: int, cores: tuple[int, int] | None
 ) -> dict[str, object]:
     """Return the latencies of ``agents`` that beat for ``seconds``."""
-    with tempfile.TemporaryDirectory() as temporary:
-        state_dir = Path(temporary)
-        token = secrets.token_hex(16)
-        profile = Profile.model_validate({"relay": {"beat_s": beat_s, "deadline_s": 3600}})
-        runtime = Runtime(
-            profile=profile,
-            state_dir=state_dir,
-            endpoints=Endpoints(),
-            secrets=Secrets(coordinator_token=token),
-        )
-        save_runtime(runtime)
-        source = _model(state_dir, chunks)
-        reader, writer = os.pipe()
-        argv = [sys.executable, "-c", PROCESS, str(state_dir), str(writer)]
-        if cores is not None:
-            argv = ["taskset", "-c", str(cores[0]), *argv]
-            os.sched_setaffinity(0, {cores[1]})
-        with subprocess.Popen(argv, pass_fds=[writer]) as server:
-            try:
-                os.close(writer)
-                with os.fdopen(reader) as ready:
-                    url = json.loads(ready.readline())["url"]
-                load = Load(url, token, source, agents, beat_s, chunks)
-                asyncio.run(load.run(seconds, lambda: _look(server.pid, url, token)))
-                client = CoordinatorClient(url, token, 120.0)
-                status = client.deployment(load.deployment_id).status.value
-                alive = sum(each.alive for each in client.workers())
-            finally:
-                server.send_signal(signal.SIGTERM)
+    if cores is not None:
+        os.sched_setaffinity(0, {cores[1]})
+    with served({"beat_s": beat_s}, chunks, core=None if cores is None else cores[0]) as made:
+        load = Load(made.url, made.token, made.source, agents, beat_s, chunks)
+        asyncio.run(load.run(seconds, lambda: _look(made.pid, made.url, made.token)))
+        client = CoordinatorClient(made.url, made.token, 120.0)
+        status = client.deployment(load.deployment_id).status.value
+        alive = sum(each.alive for each in client.workers())
     used_s = load.after.cpu_s - load.before.cpu_s
     ordered = sorted(load.due)
     waited = sorted(load.taken)
@@ -376,6 +356,49 @@ def _resident_mib(pid: int) -> float:
 def _share(ordered: list[float], share: float) -> float:
     place = min(len(ordered) - 1, int(len(ordered) * share))
     return round(ordered[place] * 1e3, 3)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A coordinator in a process of its own, and the directory of a model for its agents."""
+
+    url: str
+    token: str
+    pid: int
+    source: str
+
+
+@contextmanager
+def served(
+    relay: Mapping[str, object],
+    chunks: int,
+    *,
+    security: Mapping[str, object] | None = None,
+    core: int | None = None,
+) -> Iterator[Served]:
+    """Yield a coordinator with these settings, on ``core`` alone where one is named."""
+    with tempfile.TemporaryDirectory() as temporary:
+        state_dir, token = Path(temporary), secrets.token_hex(16)
+        profile = Profile.model_validate(
+            {"relay": {"deadline_s": 3600, **relay}, "security": dict(security or {})}
+        )
+        secret = Secrets(coordinator_token=token)
+        save_runtime(
+            Runtime(profile=profile, state_dir=state_dir, endpoints=Endpoints(), secrets=secret)
+        )
+        source = _model(state_dir, chunks)
+        reader, writer = os.pipe()
+        argv = [sys.executable, "-c", PROCESS, str(state_dir), str(writer)]
+        if core is not None:
+            argv = ["taskset", "-c", str(core), *argv]
+        with subprocess.Popen(argv, pass_fds=[writer]) as server:
+            try:
+                os.close(writer)
+                with os.fdopen(reader) as ready:
+                    url = str(json.loads(ready.readline())["url"])
+                yield Served(url, token, server.pid, source)
+            finally:
+                server.send_signal(signal.SIGTERM)
 
 
 def _model(state_dir: Path, chunks: int) -> str:

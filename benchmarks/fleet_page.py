@@ -14,22 +14,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
-import secrets
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import coordinator_beats as beats
 from benchmarks.admission import cpu_model
-from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
 from tests.support.browser import chromium, click, resize, see
 
 if TYPE_CHECKING:
@@ -71,39 +64,23 @@ CHUNKS = 500
 @contextmanager
 def fleet(agents: int) -> Iterator[tuple[str, str]]:
     """Yield URL and token of a coordinator to which ``agents`` agents beat."""
-    with tempfile.TemporaryDirectory() as temporary:
-        state_dir, token = Path(temporary), secrets.token_hex(16)
-        relay = {"beat_s": 1.0, "deadline_s": 3600}
-        limits = {"failures_per_minute": 1e9, "calls_per_s": 1e9}
-        profile = Profile.model_validate({"relay": relay, "security": limits})
-        secret = Secrets(coordinator_token=token)
-        save_runtime(
-            Runtime(profile=profile, state_dir=state_dir, endpoints=Endpoints(), secrets=secret)
-        )
-        source = beats._model(state_dir, CHUNKS)
-        reader, writer = os.pipe()
-        argv = [sys.executable, "-c", beats.PROCESS, str(state_dir), str(writer)]
-        with subprocess.Popen(argv, pass_fds=[writer]) as server:
-            try:
-                os.close(writer)
-                with os.fdopen(reader) as ready:
-                    url = str(json.loads(ready.readline())["url"])
-                draw = random.Random(1)
-                load = beats.Load(
-                    url, token, source, agents, 1.0, CHUNKS, rate=lambda: draw.uniform(5e5, 5e6)
-                )
-                over = threading.Event()
-                thread = threading.Thread(target=_beat, args=(load, over), daemon=True)
-                thread.start()
-                while not load.deployment_id:
-                    assert thread.is_alive(), "the agents ended"
-                    time.sleep(0.2)
-                yield url, token
-                assert thread.is_alive(), "the agents ended"
-                over.set()
-                thread.join(30.0)
-            finally:
-                server.terminate()
+    limits = {"failures_per_minute": 1e9, "calls_per_s": 1e9}
+    with beats.served({"beat_s": 1.0}, CHUNKS, security=limits) as made:
+        draw = random.Random(1)
+        load = beats.Load(
+            made.url, made.token, made.source, agents, 1.0, CHUNKS,
+            rate=lambda: draw.uniform(5e5, 5e6),
+        )  # fmt: skip
+        over = threading.Event()
+        thread = threading.Thread(target=_beat, args=(load, over), daemon=True)
+        thread.start()
+        while not load.deployment_id:
+            assert thread.is_alive(), "the agents ended"
+            time.sleep(0.2)
+        yield made.url, made.token
+        assert thread.is_alive(), "the agents ended"
+        over.set()
+        thread.join(30.0)
 
 
 def _beat(load: beats.Load, over: threading.Event) -> None:

@@ -45,6 +45,7 @@ from paceline.tasks._support.scores import (
     OnEvent,
     Process,
     judging_gang,
+    metrics_of,
     recorded_besides,
     recorded_scores,
     scored_in_parts,
@@ -231,9 +232,7 @@ def _deadline_s(run: Run, spec: EvaluationSpec, base: Manifest) -> float:
         tasks_bytes = sum(each.size for each in run.manifest(spec.tasks_url).files)
         times += tasks_bytes / TASKS_BYTES
     texts = max(1.0, spec.settings.held_out_bytes / METRIC_BYTES)
-    pairs = load_snapshot(spec.snapshot_url, run.store).is_paired
-    metrics = spec.settings.metrics_of(pairs=pairs).values()
-    times += sum(texts * (1 + each.max_new_tokens / NEW_TOKENS) for each in metrics)
+    times += sum(texts * (1 + each.max_new_tokens / NEW_TOKENS) for each in metrics_of(run, spec))
     scored_s = DEADLINE_S * max(1.0, weights / MODEL_BYTES) * times
     return scored_s + compared_bytes / COMPARED_BYTES_PER_S
 

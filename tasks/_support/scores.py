@@ -16,7 +16,7 @@ from typing import Any
 from paceline import data, evaluation
 from paceline.client import raised
 from paceline.cluster import Node
-from paceline.config import EvaluationSettings, MeshSettings, TrainingSettings
+from paceline.config import EvaluationSettings, MeshSettings, MetricSettings, TrainingSettings
 from paceline.errors import InvalidInput, PeerLost, PermanentError, SourceMissing, WorkerLost
 from paceline.manifest import Manifest
 from paceline.models import CONFIG_FILE, DESCRIBING, json_object, model_digest
@@ -84,15 +84,19 @@ def recorded_scores(
     return found
 
 
+def metrics_of(run: Run, spec: EvaluationSpec) -> list[MetricSettings]:
+    """Return the metrics that are computed on ``spec``'s snapshot."""
+    pairs = data.load_snapshot(spec.snapshot_url, run.store).is_paired
+    return [*spec.settings.metrics_of(pairs=pairs).values()]
+
+
 def recorded_besides(
     run: Run, spec: EvaluationSpec, models: dict[str, dict[str, str]]
 ) -> list[RecordedScore]:
     """Return what the installation recorded of ``models`` on ``spec``'s tasks, and by its
     metrics."""
     digests = [spec.tasks_scored] if spec.tasks_url else []
-    pairs = data.load_snapshot(spec.snapshot_url, run.store).is_paired
-    metrics = spec.settings.metrics_of(pairs=pairs).values()
-    digests += [metric_digest(spec.snapshot_digest, each) for each in metrics]
+    digests += [metric_digest(spec.snapshot_digest, each) for each in metrics_of(run, spec)]
     of_each = [spec.model_copy(update={"snapshot_digest": each}) for each in digests]
     return [found for each in of_each for found in recorded_scores(run, each, models).values()]
 

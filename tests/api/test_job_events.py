@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import time
@@ -21,11 +20,12 @@ from paceline.errors import InvalidInput, ServiceUnavailable
 from paceline.schemas import JobState, SubmitJob, TrainingJob, new_run_id
 from paceline.telemetry import JobEvents, prefect_events
 from tests.api.conftest import app_client, call, make_runtime
+from tests.journeys.guide import commands
 from tests.support.prefect_server import eventually, prefect_server  # noqa: F401 - the fixture
 from tests.support.web import serving
 
 S = JobState
-GUIDE = Path("docs/how-to/watch-training-jobs.md")
+GUIDE = "how-to/watch-training-jobs.md"
 JOBS = "/v1/training-jobs"
 
 
@@ -36,11 +36,6 @@ def job(number: int = 0, **more: Any) -> TrainingJob:
         "run_id": new_run_id(), "state": JobState.QUEUED, "created_at": 1.0, "updated_at": 2.0,
     }  # fmt: skip
     return TrainingJob(**made | more)
-
-
-def block(name: str) -> str:
-    (text,) = re.findall(rf"```\w+ {name}\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    return text
 
 
 class Prefect:
@@ -106,12 +101,12 @@ def test_prefect_has_each_change_of_a_job_with_its_owner_and_reason(
 def test_the_guides_automation_fires_for_a_job_that_needs_a_person(
     api: httpx.Client, tmp_path: Path
 ) -> None:
-    (tmp_path / "automation.py").write_text(block("automation"))
+    (tmp_path / "automation.py").write_text(commands(GUIDE, "python")["automation"])
     before = {each["id"] for each in api.post("automations/filter").json()}
     events = JobEvents(PrefectStarter(str(api.base_url).rstrip("/")).emit)
     events.start()
     with serving(lambda _: (200, b"ok")) as hook:
-        typed = block("automate")
+        typed = commands(GUIDE)["automate"]
         for word, here in (
             ("http://127.0.0.1:4200/api", str(api.base_url).rstrip("/")),
             ("https://chat.example/hooks/jobs", f"{hook.url}/hooks/jobs"),

@@ -7,7 +7,6 @@ import contextlib
 import json
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from paceline.cli.options import every
 from paceline.client import CoordinatorClient
 from paceline.client.installation import FINAL
 from paceline.config import Runtime
@@ -150,24 +150,13 @@ def found_in(content: bytes, where: str) -> list[str]:
     return [f"{name} in {where}" for name, each in CANARIES.items() if each in content]
 
 
-@contextlib.contextmanager
-def process_lists(leaks: list[str]) -> Iterator[None]:
-    """Look at the command line of every process, again and again, for canaries."""
-    over = threading.Event()
-
-    def look() -> None:
-        while not over.wait(0.2):
-            for each in Path("/proc").glob("[0-9]*/cmdline"):
-                with contextlib.suppress(OSError):
-                    leaks.extend(found_in(each.read_bytes(), f"the command line {each}"))
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+def in_process_lists() -> list[str]:
+    """Return the canaries that are in the command line of some process."""
+    leaks: list[str] = []
+    for each in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            leaks += found_in(each.read_bytes(), f"the command line {each}")
+    return leaks
 
 
 def in_prefect(stack: Runtime) -> Iterator[tuple[str, bytes]]:
@@ -207,7 +196,10 @@ def test_a_whole_job_leaves_none_of_the_secrets_that_it_was_given(
     monkeypatch.setenv("HF_TOKEN", BY_ENVIRONMENT)
     settings = ("objects.customer_key_env=S3_CUSTOMER_KEY", "cluster.nodes=2",
                 "control.flow_starter=prefect")  # fmt: skip
-    with installation(tmp_path / "state", *settings) as stack, process_lists(leaks):
+    with (
+        installation(tmp_path / "state", *settings) as stack,
+        every(0.2, lambda: leaks.extend(in_process_lists())),
+    ):
         await_registered(stack)
         subprocess.run(
             [sys.executable, "-c", SAVE], input=BY_BLOCK, text=True, check=True, timeout=120,

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +26,7 @@ from paceline.config import (
 )
 from paceline.data import build_snapshot, documents
 from paceline.errors import WorkerLost
-from paceline.evaluation import choose_prefixes, score_models, text_model
+from paceline.evaluation import choose_prefixes, score_models, score_on_ranks, text_model
 from paceline.models import ModelConfig, config_for, local_model_digest, new_model, save_model
 from paceline.schemas import EvaluationReport, EvaluationSpec, RecordedScore
 from paceline.storage import DiskStore
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 
 SETTINGS = EvaluationSettings(held_out_bytes=6000, bootstrap_samples=100)
 MB = 1_000_000
+KILL = "kill-a-rank"
 LARGE = ModelConfig(  # 51 M parameters, 205 MB, in 60 blocks
     hidden_size=256, intermediate_size=768, num_hidden_layers=60, num_attention_heads=8,
     num_key_value_heads=8, max_position_embeddings=16,
@@ -64,9 +66,25 @@ class Watched:
 
 
 def main() -> int:
-    """Score as a rank, in pieces: some rows have one more piece than others."""
+    """Score as a rank, in pieces: some rows have one more piece than others.
+
+    Where the installation's directory has a file KILL, the first rank that scores "base" removes
+    it and kills itself.
+    """
     text_model.PIECE = 20
-    return judging_rank.main()
+
+    def scored(spec: EvaluationSpec, *others: Any, emit: Callable[..., None], **more: Any) -> None:
+        def emit_or_die(kind: str, data: dict[str, Any]) -> None:
+            emit(kind, data)
+            if kind == "step" and "base" in data["message"]:
+                with suppress(FileNotFoundError):
+                    Path(spec.state_dir, KILL).unlink()
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        score_on_ranks(spec, *others, emit=emit_or_die, **more)
+
+    with mock.patch.object(judging_rank, "score_on_ranks", scored):
+        return judging_rank.main()
 
 
 def preload() -> None:
@@ -244,21 +262,10 @@ def test_no_rank_holds_a_whole_model(watched: Watched, root: Path) -> None:
 def test_a_rank_that_is_killed_is_started_again_and_nothing_is_recorded_half(
     watched: Watched, root: Path, alone: EvaluationReport
 ) -> None:
-    killed: list[int] = []
-
-    def kill_at_the_second_model(line: dict[str, Any]) -> None:
-        if line.get("event") == "step" and "base" in line["data"]["message"] and not killed:
-            killed.append(watched.launcher.pids[1])
-            os.kill(killed[0], signal.SIGKILL)
-
-    watched.on_line = kill_at_the_second_model
-    try:
-        found, failures, bucket = judged(
-            watched, root, 2, MeshSettings(shard=2), "candidate", "base"
-        )
-    finally:
-        watched.on_line = lambda _: None
-    assert killed
+    (root / KILL).touch()
+    found, failures, bucket = judged(watched, root, 2, MeshSettings(shard=2), "candidate", "base")
+    assert not (root / KILL).exists(), "a rank killed itself"
+    assert {each["attempt"] for each in watched.lines if each.get("event") == "started"} == {1, 2}
     assert not failures
     scored = [local_model_digest(root / name) for name in ("candidate", "base")]
     assert [each.subject for each in found] == scored, "the first was not scored again"

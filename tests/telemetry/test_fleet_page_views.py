@@ -6,12 +6,13 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import pytest
 from selenium.webdriver.common.keys import Keys
 
+from paceline.cli.options import every
 from paceline.client import AccessClient, CoordinatorClient
 from paceline.config import Endpoints, PriceSettings
 from paceline.errors import AccessDenied, NotFound, TemporaryError
@@ -385,26 +386,17 @@ def run(client: CoordinatorClient, job: TrainingJob, step: int, *notes: str) -> 
     wait_until(runs, 30, "the job runs")
 
 
-@contextmanager
-def reporting(client: CoordinatorClient, *job_ids: str) -> Iterator[None]:
+def reporting(client: CoordinatorClient, *job_ids: str) -> AbstractContextManager[None]:
     """Repeat the newest report of jobs within the ``with``: a silent flow counts as lost."""
-    over = threading.Event()
 
     def report() -> None:
-        while not over.wait(3):
-            for job_id in job_ids:
-                with suppress(TemporaryError):  # as a flow does, which reports again
-                    job = client.job(job_id).job
-                    first = JobReport(flow_run_id=job.flow_run_id or "", at=0)
-                    client.report_job(job_id, job.report or first)
+        for job_id in job_ids:
+            with suppress(TemporaryError):  # as a flow does, which reports again
+                job = client.job(job_id).job
+                first = JobReport(flow_run_id=job.flow_run_id or "", at=0)
+                client.report_job(job_id, job.report or first)
 
-    thread = threading.Thread(target=report)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    return every(3, report)
 
 
 def test_a_job_is_followed_and_paused_in_its_page(platform: Served, services: Services) -> None:

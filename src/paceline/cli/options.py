@@ -37,14 +37,13 @@ from paceline.errors import InvalidInput, PacelineError
 from paceline.schemas import (
     QUEUED_JOB_ID,
     TRAINING_ID,
-    Inventory,
     Resources,
     is_run_id,
     one_of,
 )
 from paceline.system import ensure_own_directory, write_private
 from paceline.text import OneLine
-from paceline.units import link_mbit, seconds, size, size_bytes
+from paceline.units import link_mbit, seconds, size_bytes
 
 if TYPE_CHECKING:
     from paceline.client import CoordinatorClient
@@ -463,19 +462,6 @@ def extra_services(state_dir: Path) -> list[ServiceSpec]:
             blocking=False,
         )
     ]
-
-
-def machine_line(found: Inventory | None) -> str:
-    """Return a node's machine in a line: GPUs, cores, memory, network, disk; "" if not reported."""
-    if found is None:
-        return ""
-    gpus = [f"{each.count} × {each.kind} {size(each.memory_bytes)}" for each in found.accelerators]
-    parts = [*gpus, f"{found.cores} cores", size(found.memory_bytes)]
-    if found.interface_mbit is not None:
-        parts.append(f"{found.interface} {found.interface_mbit:g} Mbit/s")
-    if found.disk_bytes_s is not None:
-        parts.append(f"disk {size(round(found.disk_bytes_s))}/s")
-    return ", ".join(parts)
 
 
 # Sizes and speeds, as `units` reads them: click.option("--link", **LINK).

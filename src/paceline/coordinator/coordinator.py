@@ -204,10 +204,11 @@ class Coordinator:
             stored = self._commit(term, with_audit_event(effects, self._wall()))
             if not stored and not self._coordination.is_leading(term):
                 raise self._role.not_leading()  # frozen in between: another may have decided
-        emitted = {each.name for each in effects if isinstance(each, EmitEvent)}
-        planned = any(isinstance(each, SavePlan) for each in effects)
-        switches = EventName.DEPLOYMENT_SWITCHING in emitted
-        if isinstance(event, Activate | Cancel | Rollback) or planned or switches:
+        if isinstance(event, Activate | Cancel | Rollback) or any(
+            isinstance(each, SavePlan)
+            or (isinstance(each, EmitEvent) and each.name is EventName.DEPLOYMENT_SWITCHING)
+            for each in effects
+        ):
             self.notifier.ring()  # held heartbeat answers are computed again
         for each in stored:
             fields = {"deployment": each.deployment_id, "worker": each.worker_id} | each.data
