@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -10,17 +11,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 from urllib.parse import urlsplit
 
 import psutil
 import pytest
 
 from paceline import cluster as fleet
-from paceline.cluster import Ready, ServiceSpec
+from paceline.cluster import Ready, ServiceSpec, installation
 from paceline.config import Runtime, load_runtime
 from paceline.errors import NotReady, PortInUse, StateLocked
 from tests.cluster.conftest import eventually, processes_of, small_profile
 
+SOON = ((signal.SIGINT, 1.0), (signal.SIGTERM, 10.0))
 SERVICE = Path(__file__).with_name("stand_in_service.py")
 
 
@@ -105,6 +108,41 @@ def test_an_installation_starts_reports_and_stops_in_order(tmp_path: Path) -> No
     for own in ("worker_token", "peer_token"):  # only a node that joined has its own
         assert not named.pop(own)
     assert all(named.values())
+
+
+COMMAND = """
+import signal, sys, time
+from pathlib import Path
+from paceline.cluster import ended_by_stop
+state, run_id, background = sys.argv[1:]
+if background:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+with ended_by_stop(Path(state), run_id):
+    print(flush=True)
+    try:
+        time.sleep(600)
+    finally:
+        Path(state, "order").open("a").write(run_id + " ")
+"""
+
+
+def test_commands_that_run_a_flow_end_before_the_servers(tmp_path: Path) -> None:
+    """One ends by Ctrl-C; one, in a script's background, ignores it; one was killed before."""
+    start(tmp_path, service(tmp_path, "server", "--order", str(tmp_path / "order")))
+    with contextlib.ExitStack() as commands:
+        for words in (("run-a", ""), ("run-b", "in the background")):
+            command = subprocess.Popen(
+                [sys.executable, "-c", COMMAND, str(tmp_path), *words],
+                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+            assert commands.enter_context(command).stdout.readline()  # type: ignore[union-attr]
+        (tmp_path / "commands" / f"run-c.{2**22 + 1}").touch()
+        with mock.patch.object(installation, "COMMAND_ENDS_S", SOON):
+            report = fleet.stop(tmp_path)
+    assert report.runs == ("run-a", "run-b")
+    assert (tmp_path / "order").read_text().split() == ["run-a", "run-b", "server"]
+    assert not list((tmp_path / "commands").iterdir())
 
 
 def test_a_killed_supervisor_takes_everything_with_it(tmp_path: Path) -> None:

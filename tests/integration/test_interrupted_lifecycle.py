@@ -21,7 +21,15 @@ import pytest
 from paceline.client import CoordinatorClient
 from paceline.config import Runtime
 from paceline.schemas import INTERRUPTED, DeploymentStatus
-from tests.support.stack import Ended, finish, paceline, prefect, start, wait_until
+from tests.support.stack import (
+    Ended,
+    finish,
+    installation,
+    paceline,
+    prefect,
+    start,
+    wait_until,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -107,4 +115,27 @@ def test_a_lifecycle_goes_on_after_ctrl_c(lifecycle: Ended, stack: Runtime, tmp_
     reused = {name for name, already in stages.items() if already}
     assert {"base", "snapshot", "relay", "validate-data"} <= reused
     assert not stages["train"]
+    assert any("training resumed at step" in note for note in done.answer["notes"])
+
+
+def test_down_interrupts_a_lifecycle_which_goes_on_after_up(tmp_path: Path) -> None:
+    state, words = tmp_path / "state", ("lifecycle", "--set", f"training.steps={STEPS}")
+    with installation(state) as stack:
+        client = CoordinatorClient.of(stack)
+        process = start(*words, state=state)
+        wait_until(
+            lambda: any(each.report and each.report.step for each in client.jobs(["running"]).jobs),
+            200, "it trains",
+        )  # fmt: skip
+        down = paceline("down", state=state)
+        ended = finish(process, 5)  # it has ended before
+    assert (down.code, ended.code) == (0, 130), down.err + ended.err
+    named = re.search(r"run (run-\S+) is interrupted; it goes on with:\n", ended.err)
+    assert named, ended.err
+    assert f"run {named[1]} was interrupted" in down.out
+    assert "Traceback" not in ended.err
+    assert "Connect" not in ended.err, "a server was away"
+    with installation(state):
+        done = paceline(*words, "--run-id", named[1], "--json", state=state)
+    assert done.code == 0, done.err
     assert any("training resumed at step" in note for note in done.answer["notes"])

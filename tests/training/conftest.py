@@ -54,8 +54,10 @@ SETTINGS = TrainingSettings(
 @pytest.fixture(autouse=True)
 def no_module_of_an_earlier_test() -> Iterator[None]:
     """Forget the example that a test loaded here: a process takes a module from one directory."""
+    before = list(sys.path)
     yield
     sys.modules.pop("byte_gru", None)
+    sys.path[:] = before
 
 
 class Listener(EventWriter):

@@ -92,12 +92,17 @@ class FlowCall:
         notice(f"run {run_id}: starting {flow_name(name)} in {runtime.state_dir} …", mark="")
         point_prefect_at(runtime)  # before Prefect is imported
         from paceline.cli.progress import StageBars
+        from paceline.cluster import ended_by_stop
         from paceline.tasks._support.run import Run, listening
 
         module, _, function = name.partition(".")
         flow = getattr(importlib.import_module(f"paceline.flows.{module}"), function)
         run = Run.open(runtime.state_dir, run_id)  # the flow opens the same
-        with StageBars() as bars, listening(bars):
+        with (
+            ended_by_stop(runtime.state_dir, run_id),
+            StageBars() as bars,
+            listening(bars),
+        ):
             try:
                 result = flow(**parameters, state_dir=run.state_dir, run_id=run.run_id)
             except BaseException as error:

@@ -97,15 +97,19 @@ def _naming_services(directory: Path, began: float) -> AbstractContextManager[No
 @state_option
 @json_option
 def down(state: Path | None, as_json: bool) -> int:
-    """Stop every process that `up` started; the state stays on disk."""
+    """Stop every process that `up` started; the state stays on disk.
+
+    Commands that run a flow on it end first, as by Ctrl-C: each prints how its run goes on.
+    """
     from paceline import cluster as fleet
 
     directory = state_directory(state)
-    stopped = fleet.stop(directory).was_running
-    what = "stopped" if stopped else "nothing was running"
+    report = fleet.stop(directory)
+    what = "stopped" if report.was_running else "nothing was running"
     show(
-        Stopped(was_running=stopped, state=str(directory)),
+        Stopped(was_running=report.was_running, runs=report.runs, state=str(directory)),
         as_json,
+        *(f"run {each} was interrupted; its command says how it goes on" for each in report.runs),
         f"{what}; the state is in {directory} (delete it to start afresh)"
         if directory.exists()
         else f"{what}: there is no {directory}",

@@ -26,7 +26,12 @@ from .held_nodes import (
     NodeOutput as NodeOutput,
     events_in as events_in,
 )
-from .installation import start as start, status as status, stop as stop
+from .installation import (
+    ended_by_stop as ended_by_stop,
+    start as start,
+    status as status,
+    stop as stop,
+)
 from .pinned_calls import Crew as Crew, Member as Member, call as call
 from .remote import (
     PARTS as PARTS,

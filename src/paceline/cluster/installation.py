@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from paceline.cluster.embedded import remove_runtime, require_ours, require_protected
@@ -30,6 +30,9 @@ from paceline.system import ensure_own_directory, ensure_private, is_readable, p
 STOP_DEADLINE_S = 40.0
 # On top of the profile's readiness deadline: imports, stopping after a failure.
 STOP_MARGIN_S = 60.0
+COMMANDS = "commands"  # directory of the commands that run a flow here: a file each, held open
+# How long a command has to end by Ctrl-C, and by SIGTERM (a script's background ignores Ctrl-C).
+COMMAND_ENDS_S = ((signal.SIGINT, 20.0), (signal.SIGTERM, 10.0))
 
 _liveness: list[int] = []  # writing ends of liveness pipes: open as long as this process lives
 
@@ -115,12 +118,25 @@ def start(
     return runtime
 
 
+@contextlib.contextmanager
+def ended_by_stop(state_dir: Path, run_id: str) -> Iterator[None]:
+    """Have ``stop`` interrupt this process, which runs ``run_id``, while the servers still run."""
+    path = state_dir / COMMANDS / f"{run_id}.{os.getpid()}"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w"):
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
 def stop(state_dir: Path | str, *, timeout_s: float = STOP_DEADLINE_S) -> StopReport:
     """Stop the installation in ``state_dir`` in order, and return once nothing of it runs.
 
-    Past ``timeout_s`` the supervisor and everything below it is killed. An installation that does
-    not run is no error. Raises Conflict where the directory does not belong to an embedded
-    installation, NotReady where processes are left.
+    Commands that run a flow on it are interrupted first, as by Ctrl-C. Past ``timeout_s`` the
+    supervisor and everything below it is killed. An installation that does not run is no error.
+    Raises Conflict where the directory does not belong to an embedded installation, NotReady where
+    processes are left.
     """
     state = Path(state_dir).absolute()
     began = time.monotonic()
@@ -130,6 +146,7 @@ def stop(state_dir: Path | str, *, timeout_s: float = STOP_DEADLINE_S) -> StopRe
         _wait_unlocked(state / SERVICES_LOCK_FILE, 10.0)
         remove_runtime(state)
         return StopReport(was_running=False)
+    runs = _end_commands(state)
     with process_holding(state / LOCK_FILE, pid) as supervisor:
         if supervisor is not None:
             supervisor.send(signal.SIGTERM)
@@ -142,7 +159,8 @@ def stop(state_dir: Path | str, *, timeout_s: float = STOP_DEADLINE_S) -> StopRe
         )
     _reap(pid)
     remove_runtime(state)
-    return StopReport(was_running=True, pid=pid, seconds=time.monotonic() - began, forced=forced)
+    took_s = time.monotonic() - began
+    return StopReport(was_running=True, pid=pid, seconds=took_s, forced=forced, runs=runs)
 
 
 def status(state_dir: Path | str) -> InstallationStatus:
@@ -167,6 +185,24 @@ def status(state_dir: Path | str) -> InstallationStatus:
     return last.model_copy(
         update={"services": services, "rss_bytes": total, "problem": "; ".join(problems)}
     )
+
+
+def _end_commands(state_dir: Path) -> tuple[str, ...]:
+    """Interrupt the commands that run a flow on this installation, and wait until they have ended;
+    return their runs. One that does not end in time goes on without servers."""
+    runs: list[str] = []
+    for path in sorted((state_dir / COMMANDS).glob("*.*")):
+        run_id, _, pid = path.name.partition(".")
+        if int(pid) == os.getpid():
+            continue
+        with process_holding(path, int(pid)) as command:
+            if command is not None:
+                runs.append(run_id)
+            for number, patience_s in COMMAND_ENDS_S:
+                if command is None or not command.send(number) or command.ends_within(patience_s):
+                    break
+        path.unlink(missing_ok=True)  # of one that was killed
+    return tuple(runs)
 
 
 def _await_ready(reports: int, deadline: float, log_path: Path) -> Runtime:

@@ -69,6 +69,7 @@ class StopReport(Record):
     pid: int = 0
     seconds: float = 0.0
     forced: bool = False  # the supervisor did not end by itself in time
+    runs: tuple[str, ...] = ()  # that commands ran here, which were interrupted
 
 
 log = logging.getLogger(__name__)

@@ -301,6 +301,7 @@ class Stopped(Record):
 
     status: Literal["stopped"] = "stopped"
     was_running: bool
+    runs: tuple[str, ...] = ()  # interrupted: a command ran them
     state: str
 
 

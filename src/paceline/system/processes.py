@@ -52,6 +52,10 @@ class ProcessHandle:
             return False
         return True
 
+    def ends_within(self, timeout_s: float) -> bool:
+        """Return whether the process ends in time."""
+        return is_readable(self._descriptor, timeout_s)
+
 
 @contextlib.contextmanager
 def process_holding(path: Path, pid: int) -> Iterator[ProcessHandle | None]:
