@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import (
+    AccessDenied,
     Cancelled,
     Conflict,
     GateRefused,
@@ -19,6 +20,7 @@ from paceline.errors import (
 from paceline.registry import TAG_MANIFEST, Registry, evidence_path, resolve_version
 from paceline.schemas import Evidence, GateDecision, digest_of
 from tests.registry.bundles import digest, make_evidence
+from tests.support.web import asking_for
 
 pytestmark = pytest.mark.xdist_group("mlflow")  # one server
 _names = itertools.count(1)
@@ -344,3 +346,27 @@ def test_addresses_resolve_to_published_bytes(registry: Registry) -> None:
         resolve_version(f"models:/{story.model_id}@champion", "")
     with pytest.raises(ServiceUnavailable):
         resolve_version(f"models:/{story.model_id}@champion", "http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("asked", "variables"),
+    [
+        ("Bearer a-token", {"TOKEN": "a-token"}),
+        ("Basic dXNlcjpwYXNz", {"USERNAME": "user", "PASSWORD": "pass"}),
+    ],
+)
+def test_credentials_of_a_server_elsewhere_are_those_of_mlflows_own_clients(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, asked: str, variables: dict[str, str]
+) -> None:
+    story = Story(registry, 1)
+    for name in ("TOKEN", "USERNAME", "PASSWORD"):
+        monkeypatch.delenv(f"MLFLOW_TRACKING_{name}", raising=False)
+    with asking_for(asked, registry.tracking_uri) as guarded:
+        with pytest.raises(AccessDenied):
+            resolve_version(f"models:/{story.model_id}/1", guarded.url)
+        for name, value in variables.items():
+            monkeypatch.setenv(f"MLFLOW_TRACKING_{name}", value)
+        url, _ = resolve_version(f"models:/{story.model_id}/1", guarded.url)
+        own = Registry(guarded.url)
+        assert own.rest("GET", "/experiments/get-by-name?experiment_name=Default")
+        assert own.version(story.model_id, "1").source_url == url, "by MLflow's client"

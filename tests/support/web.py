@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 
+import urllib3
+
 
 class Call(NamedTuple):
     """One request."""
@@ -88,3 +90,23 @@ def serving(
         finally:
             server.shutdown()
             thread.join()
+
+
+@contextmanager
+def asking_for(authorization: str, url: str) -> Iterator[Web]:
+    """Serve what ``url`` serves, to callers whose header ``Authorization`` has this value."""
+    pool = urllib3.PoolManager()
+    hops = ("host", "authorization", "connection", "content-length", "transfer-encoding")
+
+    def forward(call: Call) -> Answer:
+        if call.headers.get("Authorization") != authorization:
+            return 401, b"{}"
+        kept = {name: value for name, value in call.headers.items() if name.lower() not in hops}
+        given = pool.request(call.method, url + call.path, body=call.body, headers=kept,
+                             decode_content=False, retries=False)  # fmt: skip
+        kept = {name: value for name, value in given.headers.items() if name.lower() not in hops}
+        return given.status, given.data, kept
+
+    with serving(forward) as web:
+        yield web
+    pool.clear()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from paceline.config import Runtime
+from paceline.config import Runtime, prefect_headers, prefect_server
 from paceline.coordinator import RepeatedTask
 from paceline.coordinator.state import Cancel, FlowReported
 from paceline.errors import (
@@ -40,7 +40,6 @@ from paceline.schemas import (
     digest_of,
     new_run_id,
 )
-from paceline.system import Endpoint, HttpServer, basic_authorization
 
 if TYPE_CHECKING:
     from paceline.coordinator import Coordinator
@@ -68,10 +67,10 @@ class PrefectStarter:
     """Starts, reads and cancels flow runs of a Prefect server, over its REST API."""
 
     def __init__(self, api_url: str, authorization: str = "", ui_url: str = "") -> None:
-        """``authorization`` is "user:password", or "" if the server needs none; ``ui_url`` is
+        """``authorization`` is "user:password", or "": as the environment says; ``ui_url`` is
         where people open its page, by default beside the API."""
         try:
-            endpoint = Endpoint.of(api_url)
+            self._server = prefect_server(api_url)
         except InvalidInput as error:
             raise InvalidProfile(
                 "no Prefect server to start flows at",
@@ -79,8 +78,7 @@ class PrefectStarter:
                 wanted="endpoints.prefect_api_url, e.g. http://prefect:4200/api",
                 do='Set it, or set control.flow_starter = "off".',
             ) from error
-        self._server = HttpServer(endpoint, name="Prefect's server")
-        self._headers = {"Content-Type": "application/json", **basic_authorization(authorization)}
+        self._headers = {"Content-Type": "application/json", **prefect_headers(authorization)}
         self._flow_id = ""
         self._ui_url = (ui_url or api_url.rstrip("/").removesuffix("/api")).rstrip("/")
 
@@ -88,7 +86,7 @@ class PrefectStarter:
     def of(cls, runtime: Runtime) -> PrefectStarter:
         """Return a starter at ``runtime``'s Prefect server."""
         known = runtime.endpoints
-        return cls(known.prefect_api_url, runtime.prefect_authorization, known.prefect_ui_url)
+        return cls(known.prefect_api_url, runtime.secrets.prefect_auth, known.prefect_ui_url)
 
     def start(self, deployment: Deployment) -> str:
         """Return the id of the flow run that drives ``deployment``; idempotent."""

@@ -339,7 +339,7 @@ def _write_worker_file(runtime: Runtime) -> Path:
     lines = [
         "# A Prefect worker of this installation: prefect worker start --pool paceline",
         "# It needs a copy of this directory (mode 0700); PACELINE_STATE says where it lies. Where",
-        "# Prefect's API wants a password, set PREFECT_API_AUTH_STRING=user:password beside these.",
+        "# Prefect's API wants them, set PREFECT_API_AUTH_STRING=user:password or PREFECT_API_KEY.",
         f"PACELINE_STATE={runtime.state_dir}",
         f"PREFECT_API_URL={runtime.endpoints.prefect_api_url}",
         "PREFECT_LOGGING_EXTRA_LOGGERS=paceline",

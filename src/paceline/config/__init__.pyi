@@ -51,6 +51,12 @@ from .runtime import (
     save_runtime as save_runtime,
     this_node as this_node,
 )
+from .servers import (
+    mlflow_headers as mlflow_headers,
+    mlflow_server as mlflow_server,
+    prefect_headers as prefect_headers,
+    prefect_server as prefect_server,
+)
 from .settings import (
     PREFERENCE_ACCURACY as PREFERENCE_ACCURACY,
     AcceleratorSettings as AcceleratorSettings,

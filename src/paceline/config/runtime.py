@@ -154,22 +154,17 @@ class Runtime(Settings):
             return named.encode()
         return str(self.state_dir / named) if named else ""
 
-    @property
-    def prefect_authorization(self) -> str:
-        """Return "user:password" of Prefect's API: the installation's own, or
-        $PREFECT_API_AUTH_STRING where Prefect runs elsewhere; "" where it needs none.
-        """
-        return self.secrets.prefect_auth or os.environ.get("PREFECT_API_AUTH_STRING", "")
-
     def node_dir(self, worker_id: str) -> Path:
         """Return the directory of node ``worker_id`` on its own disk."""
         return self.state_dir / "nodes" / worker_id
 
     def prefect_environment(self) -> dict[str, str]:
-        """Return the variables that point a Prefect client at this installation's server."""
+        """Return the variables that point a Prefect client at this installation's server; a
+        password or key of a server elsewhere is the caller's own variable."""
+        own = self.secrets.prefect_auth
         return {
             "PREFECT_API_URL": self.endpoints.prefect_api_url,
-            "PREFECT_API_AUTH_STRING": self.prefect_authorization,
+            **({"PREFECT_API_AUTH_STRING": own} if own else {}),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "DO_NOT_TRACK": "1",
         }

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import ssl
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from paceline.config import mlflow_headers, mlflow_server
 from paceline.errors import (
     AccessDenied,
     Conflict,
@@ -39,7 +39,6 @@ from paceline.registry.lineage import (
     training_usage,
 )
 from paceline.schemas import TrainingUsage
-from paceline.system import Endpoint, HttpServer, basic_authorization
 
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
@@ -202,13 +201,8 @@ class RunLog:
     def rest(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the answer of one call of MLflow's REST API, without its Python package, whose
         import takes seconds. Raises ServiceUnavailable, AccessDenied or NotFound."""
-        ca = os.environ.get("MLFLOW_TRACKING_SERVER_CERT_PATH") or os.environ.get(
-            "REQUESTS_CA_BUNDLE"
-        )
-        endpoint = Endpoint.of(self.tracking_uri)
-        tls = ssl.create_default_context(cafile=ca) if endpoint.secure else None
-        headers = {"Content-Type": "application/json", **basic_authorization(self._auth)}
-        answer = HttpServer(endpoint, name="MLflow", tls=tls).call(
+        headers = {"Content-Type": "application/json", **mlflow_headers(self._auth)}
+        answer = mlflow_server(self.tracking_uri).call(
             method,
             f"/api/2.0/mlflow{path}",
             None if body is None else json.dumps(body).encode(),

@@ -10,7 +10,7 @@ from urllib.parse import quote, urlencode
 
 from pydantic import BaseModel, ValidationError
 
-from paceline.config import Runtime
+from paceline.config import Runtime, mlflow_headers, mlflow_server
 from paceline.errors import (
     AccessDenied,
     Conflict,
@@ -24,7 +24,6 @@ from paceline.registry.lineage import TAG_MANIFEST, registered_name
 from paceline.relay import allowed_source, fetch_allowed_manifest
 from paceline.schemas import MODEL_ID
 from paceline.storage import ObjectStore, RemoteModel, is_remote, remote_model
-from paceline.system import Endpoint, HttpServer, basic_authorization
 
 SCHEME = "models:/"
 TIMEOUT_S = 10.0
@@ -107,8 +106,8 @@ class _Answer(BaseModel):
 def resolve_version(uri: str, mlflow_url: str, authorization: str = "") -> tuple[str, str]:
     """Return (source_url, manifest_digest) of ``models:/name@alias`` or ``models:/name/7``.
 
-    ``authorization`` is "user:password". Raises InvalidInput, NotFound, AccessDenied and
-    ServiceUnavailable.
+    ``authorization`` is "user:password", or "": as the environment says. Raises InvalidInput,
+    NotFound, AccessDenied and ServiceUnavailable.
     """
     text = uri.removeprefix(SCHEME)
     name, at, alias = text.rpartition("@")
@@ -125,10 +124,8 @@ def resolve_version(uri: str, mlflow_url: str, authorization: str = "") -> tuple
     if not at:
         call, fields = ("model-versions/get", named | {"version": number})
     path = f"{_API}/{call}?{urlencode(fields, quote_via=quote)}"
-    server = HttpServer(Endpoint.of(mlflow_url), name="MLflow", do="Check that it runs.")
-    answer = server.call(
-        "GET", path, headers=basic_authorization(authorization), timeout_s=TIMEOUT_S
-    )
+    server = mlflow_server(mlflow_url)
+    answer = server.call("GET", path, headers=mlflow_headers(authorization), timeout_s=TIMEOUT_S)
     server.close()
     where = f"{uri} at {mlflow_url}"
     if answer.status in (401, 403):

@@ -15,7 +15,7 @@ import shutil
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import ParamSpec
@@ -23,7 +23,15 @@ from urllib.parse import urlsplit
 
 from paceline import __version__
 from paceline.client import CoordinatorClient
-from paceline.config import Runtime, object_access, read_certificate
+from paceline.config import (
+    Runtime,
+    mlflow_headers,
+    mlflow_server,
+    object_access,
+    prefect_headers,
+    prefect_server,
+    read_certificate,
+)
 from paceline.errors import PacelineError
 from paceline.extras import installed_extras
 from paceline.relay import measure_disk
@@ -31,7 +39,6 @@ from paceline.schemas import Check
 from paceline.system import (
     Endpoint,
     HttpServer,
-    basic_authorization,
     gpus,
     interface_mbit,
     interface_to,
@@ -326,22 +333,22 @@ def peer_ports(state_dir: Path) -> Iterator[Check]:
 
 
 @guarded("http")
-def http_server(name: str, url: str, path: str, credentials: str, do: str) -> Iterator[Check]:
-    """Whether the server at ``url`` answers ``path`` with 2xx."""
-    made = HttpServer(Endpoint.of(url), name=name)
+def http_server(
+    name: str, called: HttpServer, path: str, headers: Mapping[str, str], do: str
+) -> Iterator[Check]:
+    """Whether a server answers ``path`` with 2xx."""
+    url = called.endpoint.url
     try:
-        answer = made.call(
-            "GET", path, headers=basic_authorization(credentials), timeout_s=TIMEOUT_S
-        )
+        answer = called.call("GET", path, headers=headers, timeout_s=TIMEOUT_S)
     except PacelineError as error:
         yield failed(name, f"{url}: {error.got}", do)
         return
     finally:
-        made.close()
+        called.close()
     if answer.status < 300:
         yield ok(name, f"{url} answers")
     else:
-        why = "check its user and password" if answer.status in (401, 403) else do
+        why = "Check the user and password, or the key." if answer.status in (401, 403) else do
         yield failed(name, f"{url}{path}: HTTP {answer.status}", why)
 
 
@@ -366,12 +373,13 @@ def flows_and_cluster(runtime: Runtime) -> Iterator[Check]:
     """Prefect with its deployments, MLflow, and Dask's scheduler, where they are named."""
     endpoints = runtime.endpoints
     if api := endpoints.prefect_api_url:
-        do = "Start Prefect's server; `paceline status` shows the embedded one."
-        yield from http_server("prefect", api, "/admin/version", runtime.prefect_authorization, do)
+        do = "Start Prefect's server; 404: register the flows, `python -m paceline.flows.register`."
+        own = prefect_headers(runtime.secrets.prefect_auth)
+        yield from http_server("prefect", prefect_server(api), "/work_pools/paceline", own, do)
     if endpoints.mlflow_url:
         do = "Start MLflow's server; `paceline status` shows the embedded one."
-        url, secret = endpoints.mlflow_url, runtime.secrets.mlflow_auth
-        yield from http_server("mlflow", url, "/health", secret, do)
+        own = mlflow_headers(runtime.secrets.mlflow_auth)
+        yield from http_server("mlflow", mlflow_server(endpoints.mlflow_url), "/health", own, do)
     if endpoints.scheduler_address:
         parts = urlsplit(endpoints.scheduler_address)
         do = "Start the scheduler; `paceline status` shows the embedded one."
