@@ -25,6 +25,7 @@ from paceline.errors import PacelineError, from_record, to_record
 from paceline.evaluation import score_on_ranks
 from paceline.models import Pretrained, SavedTransformer
 from paceline.schemas import EvaluationSpec
+from paceline.system import usable_cores
 from paceline.training.loop import (
     EventWriter,
     Group,
@@ -67,7 +68,7 @@ class GangRanks:
         self._group, self._mesh, self.device = group, mesh, device
         self.share, self.shares = mesh.data_rank, mesh.data_world
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.threads = max(1, len(os.sched_getaffinity(0)) // here)
+        self.threads = max(1, usable_cores() // here)
         self._counts = mesh.spec.place(group.rank)["tp"] == 0  # others have the same figures
 
     def place(self, found: Pretrained | SavedTransformer) -> ShardedNetwork:

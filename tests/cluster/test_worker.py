@@ -23,6 +23,7 @@ from paceline.config import (
     Secrets,
     save_runtime,
 )
+from paceline.system import usable_cores
 from tests.cluster.conftest import eventually, processes_of
 from tests.support.command import paceline
 
@@ -119,7 +120,7 @@ def test_workers_report_their_machine_and_labels(nodes: Fleet) -> None:
     assert (left.labels.rack, left.labels.zone) == ("r1", "z")
     assert left.labels.host == os.uname().nodename
     assert (right.labels.host, right.labels.rack) == ("other", "r2")
-    assert left.machine.cores == len(os.sched_getaffinity(0))
+    assert left.machine.cores == usable_cores()
     assert 2**28 < left.machine.memory_bytes <= psutil.virtual_memory().total
     assert left.machine.shared_memory_bytes > 0
 

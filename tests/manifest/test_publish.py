@@ -295,7 +295,7 @@ def test_a_file_that_fails_ends_the_digests_of_the_others(
         return read(self, length)
 
     monkeypatch.setattr(build._Reader, "read", planted)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(build, "usable_cores", lambda: 2)
     with pytest.raises(SourceChanged, match="planted"):
         publish(model, url, store, stopping=stopping, chunk_bytes=1_000_000)
 

@@ -31,6 +31,7 @@ from paceline.models import (
 )
 from paceline.schemas import Continued, RankEvent, TrainJob
 from paceline.storage import DiskStore
+from paceline.system import free_memory_bytes
 from paceline.training import LocalLauncher, single
 from paceline.training.checkpoint import (
     Checkpointer,
@@ -38,7 +39,7 @@ from paceline.training.checkpoint import (
     TrainState,
     WholeModel,
 )
-from paceline.training.launcher import MIB, free_memory, require_memory
+from paceline.training.launcher import MIB, require_memory
 from paceline.training.loop import Group, new_optimizer
 from tests.support.carried_state import BYTE_GRU
 from tests.training.test_recovery_driver import job_in
@@ -129,7 +130,7 @@ def test_memory_is_counted_as_the_mesh_shares_it() -> None:
     with pytest.raises(InvalidInput, match=r"at least 4,252 MiB .* wanted at most 2,500 MiB"):
         require_memory(settings, 500 * MIB, 2500 * MIB)
     require_memory(settings, 500 * MIB, None)
-    found = free_memory()
+    found = free_memory_bytes()
     assert found is None or found > 0
 
 
@@ -297,7 +298,7 @@ def test_what_changes_only_how_it_is_learned_goes_on_with_the_same_job(
 def test_a_start_says_what_is_learned_from_what(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_facts, "_cores", lambda: 1)
+    monkeypatch.setattr(training_facts, "usable_cores", lambda: 1)
     job = prepared(tmp_path / "out", text, "data.max_bytes=2000")
     said = "\n".join(facts(job, *single.snapshot_and_config(job)))
     assert "samples, " in said and "held out" in said and "parameters: " in said

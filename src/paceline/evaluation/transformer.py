@@ -8,7 +8,6 @@ Computes no statistics and reads only the model's files.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from paceline.evaluation.serving import LOGITS_BYTES, batch_rows, measure_servin
 from paceline.evaluation.text_model import AllowedCode, Ranks, TextModel, Tokens, UserModel
 from paceline.models import weight_files, weights_digest
 from paceline.schemas import Serving
+from paceline.system import usable_cores
 
 Reals = NDArray[np.float64]
 # By tenths of the probability of the most likely token: tokens, how often it was the right one, and
@@ -344,6 +344,6 @@ def threads_an_operation(count: int = 1) -> Iterator[int]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
-        yield len(os.sched_getaffinity(0))
+        yield usable_cores()
     finally:
         torch.set_num_threads(before)

@@ -41,6 +41,7 @@ from paceline.manifest.progress import (
 )
 from paceline.manifest.sizes import MIB, DigestRun, Sizes, choose_sizes, chunk_layout, strands
 from paceline.schemas import MODEL_ID, NAME, PieceHash
+from paceline.system import usable_cores
 
 MAX_FILES = 100_000
 BLOCK = 4 * MIB  # read and hashed at once, in whole pieces
@@ -248,7 +249,7 @@ class Digesting:
     def run(self, chunk_sizes: Sequence[int]) -> tuple[list[FileEntry], list[str]]:
         """Return the files, and the checksums of the chunks, which are of these sizes."""
         runs = strands([file.size for file in self._found], chunk_sizes)
-        cores = os.cpu_count() or 1
+        cores = usable_cores()
         with (
             ThreadPoolExecutor(cores, thread_name_prefix="hash") as aside,
             ThreadPoolExecutor(min(cores, MAX_STRANDS), thread_name_prefix="read") as readers,

@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import io
 import logging
-import os
 import secrets
 import socket
 import threading
@@ -43,6 +42,7 @@ from paceline.manifest.signing import sign_manifest
 from paceline.manifest.sizes import MIB, choose_sizes
 from paceline.schemas import Count, PieceHash, Record
 from paceline.storage import ObjectStore, RemoteFile, RemoteModel, join_url
+from paceline.system import usable_cores
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -265,7 +265,7 @@ class _Importer:
         self._ledger, self._stopping = ledger, stopping
         self._piece_bytes = piece_bytes
         self.there = {info.url: info.size for info in store.list(url)}
-        threads = min(len(source.files), os.cpu_count() or 1)  # files that are read at once
+        threads = min(len(source.files), usable_cores())  # files that are read at once
         self.ahead = max(1, -(-ledger.parallel // threads))
         self.pool = ThreadPoolExecutor(ledger.parallel, thread_name_prefix="import")
 

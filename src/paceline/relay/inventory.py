@@ -19,13 +19,20 @@ from urllib.parse import urlsplit
 
 from paceline.config import Runtime
 from paceline.schemas import Accelerator, Inventory
-from paceline.system import interface_mbit, interface_to, is_loopback, write_bytes_s, write_private
+from paceline.system import (
+    interface_mbit,
+    interface_to,
+    is_loopback,
+    usable_cores,
+    usable_memory_bytes,
+    write_bytes_s,
+    write_private,
+)
 
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 TOPOLOGY = ("nvidia-smi", "topo", "-m")
 DISK_FILE = "disk-speed.json"
 MOST_BYTES_S = 1e15  # that the coordinator accepts
-_CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - its size is read
 
 log = logging.getLogger(__name__)
@@ -42,8 +49,8 @@ def read_inventory(runtime: Runtime, driver_s: float) -> Inventory:
     interface = "" if not host or is_loopback(host) else interface_to(host) or ""
     shared = os.statvfs(_SHARED_MEMORY)
     return Inventory(
-        cores=len(os.sched_getaffinity(0)),
-        memory_bytes=_memory_bytes(),
+        cores=usable_cores(),
+        memory_bytes=usable_memory_bytes(),
         shared_memory_bytes=shared.f_frsize * shared.f_blocks,
         accelerators=accelerators(driver_s),
         interface=interface,
@@ -139,11 +146,3 @@ def _output(argv: tuple[str, ...], timeout_s: float) -> str:
         if not isinstance(error, FileNotFoundError):
             log.warning("no GPUs are reported: %s", error)
         return ""
-
-
-def _memory_bytes() -> int:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(total, int(_CGROUP_MEMORY.read_text()))
-    except (OSError, ValueError):  # no cgroup, or "max"
-        return total

@@ -1,3 +1,8 @@
+from .cgroup import (
+    free_memory_bytes as free_memory_bytes,
+    usable_cores as usable_cores,
+    usable_memory_bytes as usable_memory_bytes,
+)
 from .files import (
     PRIVATE_DIRECTORY as PRIVATE_DIRECTORY,
     create_durably as create_durably,

@@ -54,7 +54,7 @@ from paceline.schemas import (
     new_run_id,
 )
 from paceline.storage import DiskStore, ObjectStore, join_url, open_store, parse_url
-from paceline.system import sync_directory, sync_tree
+from paceline.system import free_memory_bytes, sync_directory, sync_tree
 from paceline.training import user_code as code_ref
 from paceline.training.base_check import require_targets
 from paceline.training.continuing import (
@@ -69,7 +69,6 @@ from paceline.training.identity import code_ref_task_size, with_derived_id
 from paceline.training.launcher import (
     LocalLauncher,
     MetadataWatcher,
-    free_memory,
     require_memory,
     run_job,
 )
@@ -178,7 +177,7 @@ def prepare(asked: TrainingRequest, run_id: str | None = None) -> TrainJob:
     snapshot = _snapshot(asked, output, store)
     manifest_digest = _base(asked, runtime, snapshot, pretrained)
     settings = asked.profile.training
-    require_memory(settings, _weights_bytes(runtime), free_memory())
+    require_memory(settings, _weights_bytes(runtime), free_memory_bytes())
     job = TrainJob(
         job_id="job",
         run_id=run_id or new_run_id(),
@@ -247,7 +246,7 @@ def _require_possible(profile: Profile) -> None:
         code_ref.require_allowed(named, sources)
     if settings.guard.preemption:
         MetadataWatcher(settings.guard.preemption)
-    require_memory(settings, 0, free_memory())
+    require_memory(settings, 0, free_memory_bytes())
 
 
 def _require_local(url: str, where: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import shlex
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cli.options import every
 from paceline.errors import Cancelled
+from paceline.system import usable_cores
 from paceline.text import OneLine
 from paceline.units import duration, size
 
@@ -283,7 +283,7 @@ def facts(job: TrainJob, snapshot: Snapshot, config: ModelConfig | Pretrained | 
         )
     if record.duplicates:
         lines.append(f"  {record.duplicates:,} samples that say the same as another are left out")
-    if (wanted := job.settings.ranks * job.settings.threads_per_rank) > (cores := _cores()):
+    if (wanted := job.settings.ranks * job.settings.threads_per_rank) > (cores := usable_cores()):
         lines.append(
             f"! {job.settings.ranks} ranks of {job.settings.threads_per_rank} threads take turns "
             f"on {cores} cores: a step takes about {wanted / cores:.1f} times as long"
@@ -388,10 +388,6 @@ def _saved_step(directory: Path) -> int:
     """Return the newest step with a checkpoint generation in a job's directory, or 0."""
     names = [each.name.split("-") for each in directory.glob("step-*")]
     return max((int(each[1]) for each in names if each[1].isdecimal()), default=0)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _shown(value: float | None) -> str:

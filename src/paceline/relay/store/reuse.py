@@ -15,6 +15,7 @@ from pathlib import Path
 
 from paceline.manifest import Manifest
 from paceline.relay.store.staging import Staging, disk_errors
+from paceline.system import usable_cores
 
 THREADS = 8  # copying and hashing release the GIL
 
@@ -123,7 +124,7 @@ def _for_each_file(staging: Staging, work: Callable[[int], None]) -> None:
     ]
     if not wanted:
         return
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool, staging.using():
+    with ThreadPoolExecutor(min(THREADS, usable_cores())) as pool, staging.using():
         running = [pool.submit(work, index) for index in wanted]
         try:
             for each in running:

@@ -1,7 +1,6 @@
 from .admission import (
     MIB as MIB,
     admit as admit,
-    free_memory as free_memory,
     require_checkpoint as require_checkpoint,
     require_data as require_data,
     require_memory as require_memory,

@@ -144,7 +144,6 @@ def _base_config(job: TrainJob, worker_id: str) -> ModelConfig | None:
 MIB = 1024 * 1024
 RANK_BYTES = 26 * MIB  # private memory of a rank forked from a launcher with torch imported
 LAUNCHER_BYTES = 200 * MIB
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def require_memory(settings: TrainingSettings, weights_bytes: int, free_bytes: int | None) -> None:
@@ -166,19 +165,3 @@ def require_memory(settings: TrainingSettings, weights_bytes: int, free_bytes: i
         wanted=f"at most {free_bytes // MIB:,} MiB, which is free now",
         do="Lower --ranks (training.ranks), or cut the model: training.mesh.shard.",
     )
-
-
-def free_memory() -> int | None:
-    """Return the allocatable bytes, including swap, within this cgroup's limit; None: unknown."""
-    found = None
-    with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
-        found = (kib["MemAvailable"] + kib["SwapFree"]) * 1024
-    with contextlib.suppress(OSError, ValueError):  # "max": no limit
-        limit = int((_CGROUP / "memory.max").read_text())
-        left = max(0, limit - int((_CGROUP / "memory.current").read_text()))
-        stat = (_CGROUP / "memory.stat").read_text().split()
-        left += int(stat[stat.index("inactive_file") + 1])  # reclaimable page cache
-        found = left if found is None else min(found, left)
-    return found
