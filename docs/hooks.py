@@ -45,7 +45,7 @@ Schema = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
 MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 # A block's name, for tests; Markdown does not know it.
-NAMED = re.compile(r"^(```(?:sh|toml|yaml|python)) \S+$", re.MULTILINE)
+NAMED = re.compile(r"^(```(?:sh|toml|yaml|python|json)) \S+$", re.MULTILINE)
 LINK = re.compile(r"(\]\(|^\[\w+\]: )((?:\.\./)+[^)#\s]+)", re.MULTILINE)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml"}
 REFERENCE = "#/components/schemas/"

@@ -127,7 +127,8 @@ class Runtime(Settings):
     @property
     def records_url(self) -> str:
         """Return ``s3://bucket/prefix`` under which results are stored by digest."""
-        return f"s3://{self.profile.storage.bucket}/records"
+        storage = self.profile.storage
+        return f"s3://{storage.bucket}/{storage.record_prefix}"
 
     @property
     def object_access(self) -> ObjectAccess:

@@ -40,6 +40,7 @@ class StorageSettings(Settings):
     model_prefix: str = "models"  # of published models: model_prefix/MODEL_ID/VERSION/
     data_prefix: str = "data"  # of data snapshots
     checkpoint_prefix: str = "checkpoints"  # of trainings' checkpoints and exports
+    record_prefix: str = "records"  # of results, scores and tasks by digest
 
 
 class ObjectSettings(Settings):

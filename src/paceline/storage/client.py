@@ -201,11 +201,13 @@ class _Renewal:
         return 0.0
 
 
-def head_object(client: Any, bucket: str, key: str) -> dict[str, Any]:
+def head_object(client: Any, bucket: str, key: str, *, may_list: bool) -> dict[str, Any]:
     """Return the answer to HEAD; botocore's errors are left to the caller.
 
     A refused HEAD has no body. Where the status says no more than 400, a GET receives the reason,
-    and from it botocore learns the bucket's region, in which the second HEAD is signed.
+    and from it botocore learns the bucket's region, in which the second HEAD is signed. A key that
+    may list below a prefix only is told 403 of an object that does not exist: with ``may_list``
+    the listing decides, and the error is that of a missing object.
     """
     from botocore.exceptions import ClientError
 
@@ -213,11 +215,26 @@ def head_object(client: Any, bucket: str, key: str) -> dict[str, Any]:
     try:
         answer: dict[str, Any] = client.head_object(**asked)
     except ClientError as error:
-        if error.response["Error"]["Code"] != "400":
+        code = error.response["Error"]["Code"]
+        if code == "403" and may_list and not _is_listed(client, bucket, key):
+            missing = error.response | {"Error": {"Code": "404"}}
+            raise ClientError(missing, "HeadObject") from None
+        if code != "400":
             raise
         client.get_object(**asked)["Body"].close()
         answer = client.head_object(**asked)
     return answer
+
+
+def _is_listed(client: Any, bucket: str, key: str) -> bool:
+    """Return whether the bucket's listing has ``key``, or may not be read."""
+    from botocore.exceptions import ClientError
+
+    try:
+        found = client.list_objects_v2(Bucket=bucket, Prefix=key, MaxKeys=1)
+    except ClientError:
+        return True
+    return any(each["Key"] == key for each in found.get("Contents", ()))
 
 
 # Translation of botocore's errors into PacelineErrors.
@@ -329,12 +346,15 @@ def from_client_error(response: dict[str, Any], endpoint_url: str, url: str) -> 
             "without them AWS_DEFAULT_REGION or AWS's file.",
         )
     if known & _DENIED:
+        do = "Check the access key that boto3 finds on this machine, and what it may do."
+        if bare:
+            do += " Without s3:ListBucket it is told this of a missing object, too."
         return AccessDenied(
             "S3 refused the credentials",
-            got=got,
+            got=reason,  # Amazon's names the action that is not allowed
             wanted="an access key that may do this",
             where=where,
-            do="Check the access key that boto3 finds on this machine, and what it may do.",
+            do=do,
         )
     if known & _CHANGED:
         return SourceChanged(

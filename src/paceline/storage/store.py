@@ -139,12 +139,13 @@ class ObjectStore:
             began_s = time.monotonic()
             try:
                 with translate_s3_errors(self.endpoint_url, url):
-                    answer = head_object(self._hasty, bucket, key)
+                    answer = head_object(self._hasty, bucket, key, may_list=self._sign is None)
                 return _info(url, answer, "ContentLength")
             except ServiceUnavailable as error:
                 on_failed(error, time.monotonic() - began_s)
         with translate_s3_errors(self.endpoint_url, url):
-            return _info(url, head_object(self._client, bucket, key), "ContentLength")
+            answer = head_object(self._client, bucket, key, may_list=self._sign is None)
+            return _info(url, answer, "ContentLength")
 
     def require_answer(self, url: str, on_failed: AttemptFailed) -> None:
         """Raise ServiceUnavailable where the server sends no answer at all about the object,
@@ -336,7 +337,7 @@ class ObjectStore:
         bucket, key = _object(url)
         try:
             with translate_s3_errors(self.endpoint_url, url):
-                answer = head_object(self._client, bucket, key)
+                answer = head_object(self._client, bucket, key, may_list=self._sign is None)
         except SourceMissing:
             return False
         known = {name.lower(): value for name, value in answer.get("Metadata", {}).items()}
