@@ -127,7 +127,8 @@ def test_what_a_job_has_and_costs_and_its_twin_are_shown(served: Served) -> None
     )
 
     def has_a_node() -> bool:
-        client.report_job(first, JobReport(at=0))
+        failures = {"node-0": {"lost": 1, "failed": 26}}
+        client.report_job(first, JobReport(at=0, failures=failures, notes=("old", *"abcde")))
         return client.job(first).job.placement is not None
 
     wait_until(has_a_node, 30, "the job has its node")
@@ -135,6 +136,8 @@ def test_what_a_job_has_and_costs_and_its_twin_are_shown(served: Served) -> None
     found = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if line.strip()}
     assert found["nodes"] == "node-0 (1), in one host, score 1.00"
     assert re.fullmatch(r"\S+ of 1,?000,?000,?000.00 EUR", found["cost"]), found["cost"]
+    assert found["early"] == "ends node-0: 26 failed, 1 lost"
+    assert [line.split()[1] for line in lines if line.startswith("  note ")] == [*"abcde"]
     assert found["same"] == f"as {twin}: they share one training"
     newest, older = (
         said(served, "jobs", "list", "--name", "twins", "--limit", "1", "--offset", offset)

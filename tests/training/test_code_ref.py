@@ -98,14 +98,18 @@ def test_a_malformed_or_unpinned_reference_is_refused_with_the_reason(text: str,
         parse(text)
 
 
-def test_only_sources_on_the_list_are_allowed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("directory", "host"),
+    [("{}", "https://git.example.org/team/"), ("file://{}/", "https://git.example.org/team")],
+)
+def test_only_sources_on_the_list_are_allowed(tmp_path: Path, directory: str, host: str) -> None:
     pin = "a" * 64
     commit = "b" * 40
     inside, beside = tmp_path / "tasks" / "one", tmp_path / "tasks-of-others"
     inside.mkdir(parents=True)
     beside.mkdir()
     (tmp_path / "tasks" / "out").symlink_to(beside)
-    allowed = (str(tmp_path / "tasks"), "mine.tasks", "https://git.example.org/team/")
+    allowed = (directory.format(tmp_path / "tasks"), "mine.tasks", host)
     for text in (
         f"file://{inside}@sha256:{pin}#task:make",
         f"mine.tasks:make@sha256:{pin}",

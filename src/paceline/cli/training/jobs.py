@@ -387,6 +387,11 @@ def _lines(view: JobView) -> list[str]:
             f"  rank {each.rank:<6} {each.host}, {each.state}, at {moment(each.last_heartbeat)}"
             for each in report.workers
         ]
+        lines += [
+            f"  early ends  {host}: {', '.join(f'{n} {kind}' for kind, n in sorted(kinds.items()))}"
+            for host, kinds in sorted(report.failures.items())
+        ]
+        lines += [f"  note        {each}" for each in report.notes[-5:]]
     if view.same_submission:
         lines.append(f"  same as     {', '.join(view.same_submission)}: they share one training")
     lines += [f"  {name:<11} {url}" for name, url in view.pages.items()]

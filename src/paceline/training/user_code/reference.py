@@ -106,10 +106,10 @@ def _covers(source: str, ref: CodeRef) -> bool:
         return module_allowed(ref.module, (source,))
     if "/../" in f"{ref.url}/" or "/./" in f"{ref.url}/":
         return False
-    if source.startswith("/"):
-        held = Path(source).resolve()
+    if source.startswith(("/", "file:///")):
+        held = Path(source.removeprefix("file://")).resolve()
         return ref.url.startswith("file://") and ref.directory.resolve().is_relative_to(held)
-    return source.endswith("/") and "://" in source and ref.url.startswith(source)
+    return "://" in source and f"{ref.url}/".startswith(f"{source.rstrip('/')}/")
 
 
 def _require_digest(where: str, digest: str | None, how: str) -> None:
