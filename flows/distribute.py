@@ -50,7 +50,7 @@ def distribute_model(
         str | None, about("Selector", "Nodes by label or by name.", "rack=r1,pool=a100")
     ] = None,
     manifest_digest: Annotated[
-        str | None, about("Digest", "What the manifest must be; refused else.", "5c1f…")
+        str | None, about("Digest", "SHA-256 that the manifest must have.", "5c1f…")
     ] = None,
 ) -> Distributed:
     """Fetch the manifest, relay to ``target_workers`` or those that ``selector`` selects (default:

@@ -92,7 +92,8 @@ def missing(extras: list[str], *, got: str, where: str | None = None) -> Missing
         f"this needs the extra{plural} {needed}",
         got=got,
         where=where,
-        do=f"Run: pip install 'paceline[{','.join(extras)}]'",
+        # no index: Paceline is on none, and there the name may be another's
+        do=f'Run: pip install "$(ls dist/paceline-*.whl)[{",".join(extras)}]"',
     )
 
 

@@ -43,21 +43,23 @@ def size_bytes(text: str | int) -> int:
 
 
 def link_mbit(text: str | float) -> float:
-    """Return the speed ``text`` in Mbit/s, as which a plain number counts; raises InvalidInput."""
-    match = _NUMBER.fullmatch(str(text))
+    """Return the speed ``text`` in Mbit/s; a number that is no text is Mbit/s. Raises InvalidInput.
+
+    A unit is demanded: "10" for 10 Gbit/s would be a thousandth of it.
+    """
+    match = _NUMBER.fullmatch(text if isinstance(text, str) else f"{text}Mbit")
     if match and not 0 < float(match[1]) <= MOST_MBIT:
         match = None
     if match and (unit_of_bytes := _BYTES.fullmatch(match[2])):
         factor = {**_PREFIX, **_BINARY}.get(unit_of_bytes[1].lower())
         if factor is not None:
             return float(match[1]) * factor * 8 / 1e6
-    unit = match[2].lower() if match else "?"
-    bits = _BITS.fullmatch(unit)
+    bits = _BITS.fullmatch(match[2].lower()) if match and match[2] else None
     if match is None or bits is None:
         raise InvalidInput(
-            "not a speed", got=repr(text), wanted="10Gbps, 100Mbit or a number of Mbit/s above 0"
+            "not a speed", got=repr(text), wanted="a number above 0 with its unit: 10Gbps, 100Mbit"
         )
-    return float(match[1]) * (_PREFIX[bits[1]] / 1e6 if unit else 1.0)
+    return float(match[1]) * _PREFIX[bits[1]] / 1e6
 
 
 _TIMES = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}

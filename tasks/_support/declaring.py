@@ -73,7 +73,9 @@ SnapshotUrl = Annotated[
     ),
 ]
 Team = Annotated[_Name | Literal[""], about("Team", "Whose quota and data purposes apply.", "nlp")]
-Project = Annotated[_Name | Literal[""], about("Project", "Of the jobs.", "lr-study")]
+Project = Annotated[
+    _Name | Literal[""], about("Project", "Whose data and costs the jobs are.", "lr-study")
+]
 Purpose = Annotated[
     _Name | Literal[""],
     about("Purpose", "What the data are used for; default: the profile's.", "research"),

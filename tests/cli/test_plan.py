@@ -90,9 +90,10 @@ def test_disks_uplinks_and_the_source_s_link_are_known() -> None:
         (("--racks", "-3"), "number of racks.*got -3"),
         (("--oversubscription", "0"), "oversubscription"),
         (("--piece", "1GB"), "piece size"),
-        (("--link", "1e-300"), "bad link speed"),
-        (("--external", "1e12"), "bad external link speed"),
-        (("--disk", "1e-5"), "bad disk speed"),
+        (("--link", "10"), "with its unit"),
+        (("--link", "1e-300Mbit"), "bad link speed"),
+        (("--external", "1e12Mbit"), "bad external link speed"),
+        (("--disk", "1e-5Mbit"), "bad disk speed"),
     ],
 )
 def test_a_mistake_is_named_with_what_was_wanted(words: tuple[str, ...], says: str) -> None:

@@ -145,7 +145,7 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
 
 @pytest.mark.parametrize(
     ("text", "mbit"),
-    [("10Gbps", 1e4), ("80", 80), ("1.5 Gbit/s", 1500), ("64kbit", 0.064), ("2GB/s", 16_000)],
+    [("10Gbps", 1e4), ("80Mbit", 80), ("1.5 Gbit/s", 1500), ("64kbit", 0.064), ("2GB/s", 16_000)],
 )
 def test_speeds_are_read_as_people_write_them(text: str, mbit: float) -> None:
     assert link_mbit(text) == pytest.approx(mbit)

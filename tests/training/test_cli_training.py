@@ -99,7 +99,7 @@ def refused(output: Path, *arguments: str) -> PacelineError:
             "Lower --ranks (training.ranks)",
             2,
         ),
-        (["--text", "{root}/empty"], "", 2),
+        (["--text", "{root}/empty"], "no file to learn from", 2),
         (["--text", "{root}/hollow"], "", 2),
         (["--output", "{root}/file/out"], "cannot write into the output directory", 77),
         (["--state", "{root}/state"], '--state belongs to "On an installation"', 2),
@@ -237,6 +237,7 @@ def test_the_first_signal_asks_and_the_second_ends(request: pytest.FixtureReques
 
 
 def test_settings_that_cannot_work_are_refused_before_any_data_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a text")
     for wrong in (
         "training.steps=0",
         "training.learning_rate=inf",

@@ -238,7 +238,7 @@ def _require_settings(runtime: Runtime, host: str) -> None:
             got=f'host {host or "(any)"}, [security] rest_tls = "{security.rest_tls}"',
             wanted="; ".join(missing),
             where=f"profile {runtime.profile.name}",
-            do="Add what is wanted; or, where everybody on that network may read tokens, set "
+            do="Add what is wanted; or, where every machine of that network may read tokens, set "
             '[security] rest_tls = "plaintext-anywhere".',
         )
 

@@ -318,6 +318,11 @@ def _missing(runtime: Runtime) -> tuple[str, ...]:
         for name, used in passwords.items()
         if used and name not in os.environ
     ]
+    wanted += [
+        f"[[cluster.hosts]] ssh = {each.ssh}: your own host in its place, in the profile"
+        for each in runtime.profile.cluster.hosts
+        if each.ssh.rpartition("@")[2].endswith(".example")
+    ]
     if control.flow_starter == "prefect" and not runtime.endpoints.prefect_api_url:
         wanted.append('--prefect URL: [control] flow_starter = "prefect" needs Prefect\'s API')
     return tuple(wanted)

@@ -35,6 +35,7 @@ from paceline.cli.options import (
 )
 from paceline.config import Runtime, find_installation, load_runtime
 from paceline.errors import InvalidInput, NotReady
+from paceline.schemas import Topology
 
 if TYPE_CHECKING:
     from paceline.schemas import Distribution, PieceHash
@@ -73,7 +74,7 @@ directory_type = click.Path(path_type=Path)
     help="Drop what earlier attempts left: parts of files, their claim to the version.",
 )
 @click.option(
-    "--extra-origin", **SIZE, help="Read so much more of a hub or registry than its fuse allows."
+    "--extra-origin", **SIZE, help="Read so much of a hub or registry beyond its origin budget."
 )
 @profile_options
 @run_id_option
@@ -246,14 +247,17 @@ def _without_flows(state: Path | None) -> Runtime | None:
     help="Bring SOURCE (a directory or s3://bucket/prefix) to workers below this directory, here "
     "and now, without a server.",
 )
-@click.option("--workers", type=int, default=4, show_default=True, help="How many.")
-@click.option("--topology", default="auto", show_default=True, help="The shape.")
+@click.option(
+    "--workers", type=click.IntRange(min=1), default=4, show_default=True, help="How many."
+)
+@click.option("--topology", type=click.Choice([str(each) for each in Topology]), default="auto",
+              show_default=True, help="How workers pass pieces on.")  # fmt: skip
 @click.option("--racks", type=int, default=1, show_default=True, help="Their racks.")
 @click.option("--link", **LINK, help="Limit of each worker's link, e.g. 100Mbit.")
-@click.option("--digest", default="", help="What the manifest must be.")
+@click.option("--digest", default="", help="SHA-256 that the manifest must have.")
 @click.option("--port", type=int, default=0, help="The first worker's port.")
-@click.option("--allow-older", is_flag=True, help="Although a newer one is there.")
-@click.option("--extra-origin", **SIZE, help="Read so much more of SOURCE than its fuse allows.")
+@click.option("--allow-older", is_flag=True, help="Also where a directory holds a newer version.")
+@click.option("--extra-origin", **SIZE, help="Read so much of SOURCE beyond its origin budget.")
 @click.option("--model", "named", default="", help="What a plain directory is called.")
 @click.option("--as-version", default="", help="And its version.")
 @profile_options

@@ -208,7 +208,7 @@ def _show_plan(forecast: PlanTable) -> None:
         f"{size(forecast.size_bytes)} to {forecast.workers:,} worker{_s(forecast.workers)} in "
         f"{forecast.racks:,} rack{_s(forecast.racks)}, "
         f"links {_speed(forecast.link_mbit)}, source {_speed(forecast.external_mbit)}, "
-        f"pieces {_piece(forecast.piece_bytes)}; nobody can finish before "
+        f"pieces {_piece(forecast.piece_bytes)}; no way can finish before "
         f"{_seconds(forecast.bound_seconds)} s",
         highlight=False,
     )

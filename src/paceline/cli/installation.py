@@ -23,6 +23,7 @@ from paceline.cli.options import (
     every,
     json_option,
     notice,
+    parsed,
     profile_options,
     read_profile,
     show,
@@ -41,6 +42,7 @@ from paceline.config import (
 from paceline.errors import InvalidInput, PacelineError
 from paceline.extras import require_extras
 from paceline.schemas import Links, Started, Stopped, one_of
+from paceline.units import link_mbit as speed
 
 
 @click.command()
@@ -255,9 +257,9 @@ JOIN_OPTIONS = (
 )
 @click.option(
     "--link-mbit",
-    type=click.FloatRange(min=0, min_open=True),
-    default=None,
-    help="What plans count on, each direction, in Mbit/s; default: the profile's.",
+    metavar="MBIT",
+    callback=parsed(lambda text: speed(float(text) if text[-1:].isdigit() else text)),
+    help="What plans count on, each direction, in Mbit/s (or 10Gbps); default: the profile's.",
 )
 @click.option(
     "--limit-mbit",

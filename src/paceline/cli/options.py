@@ -81,7 +81,7 @@ deadline_option = click.option(
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 team_option = click.option("--team", default="", help="Whose quota it counts against.")
-project_option = click.option("--project", default="", help="Of the job.")
+project_option = click.option("--project", default="", help="Whose data and costs these are.")
 purpose_option = click.option(
     "--purpose", default="", help="What the data are used for (default: the profile's)."
 )

@@ -203,7 +203,7 @@ def _machine(found: Inventory | None) -> str:
 @click.command()
 @deployment_argument
 @to_option
-@click.option("--allow-older", is_flag=True, help="Although a newer version is active.")
+@click.option("--allow-older", is_flag=True, help="Also where a newer version is active.")
 @deadline_option
 @state_option
 @json_option
@@ -218,8 +218,8 @@ def activate(
     """Have the fleet switch to deployment ID's version: all together, once a quorum is ready.
 
     With --to only the selected ones of its workers, as a deployment of their own that moves nothing
-    and that `rollback` takes back. Exit code 75 if not everybody has switched in time; who is away
-    switches when it returns.
+    and that `rollback` takes back. Exit code 75 if not every node has switched in time; one that is
+    away switches when it returns.
     """
     client = CoordinatorClient.of(find_installation(state))
     deployment_id = whole_deployment_id(client, deployment_id)

@@ -383,7 +383,7 @@ def _explain(error: Exception, where: str, method: str) -> PacelineError:
         or status == 404
         or ("alias" in text and "not found" in text)  # MLflow's code: INVALID_PARAMETER_VALUE
     ):
-        return NotFound("MLflow knows no such thing", got=first_line, where=where)
+        return NotFound("MLflow has no such run, model or version", got=first_line, where=where)
     if code == "RESOURCE_ALREADY_EXISTS":
         return Conflict("MLflow has it already", got=first_line, where=where)
     if code in _AWAY or not code or (status or 0) >= 500:

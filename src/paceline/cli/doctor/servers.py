@@ -147,7 +147,7 @@ def _mlflow_revisions() -> tuple[set[str], str]:
     """Return the schema's revisions that the installed MLflow knows, and the newest of them."""
     found = importlib.util.find_spec("mlflow")  # its migrations only: importing it takes seconds
     if found is None or found.origin is None:
-        raise MissingExtra("MLflow is not installed here", do="Install paceline[control].")
+        raise MissingExtra("MLflow is not installed here", do="Install the wheel's extra control.")
     from alembic.script import ScriptDirectory
 
     scripts = ScriptDirectory(str(Path(found.origin).parent / "store" / "db_migrations"))

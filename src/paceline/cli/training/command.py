@@ -197,9 +197,9 @@ def train(
     if version is None or snapshot is None:
         raise InvalidInput(
             "not enough to train on an installation",
-            got=f"MODEL_ID {model_id}, VERSION {version}, --snapshot {snapshot}",
+            got=f"MODEL_ID {model_id}, no {'VERSION' if version is None else '--snapshot'}",
             wanted="MODEL_ID VERSION --snapshot URL",
-            do="Leave out MODEL_ID to train on this machine alone.",
+            do="Leave out MODEL_ID to train on this machine alone: --text DIRECTORY.",
         )
     refuse_typed(
         "On this machine", got=f"MODEL_ID {model_id}",
@@ -274,6 +274,7 @@ def train_here(
     """Train on this machine and print the result."""
     if text is not None and snapshot is not None:
         raise InvalidInput("two sources of data", got="--text and --snapshot", wanted="one of them")
+    _require_files(text)
     if not profile.training.steps:
         raise InvalidInput(
             "nothing to train", got="0 steps", wanted="at least 1", where="training.steps"
@@ -350,6 +351,12 @@ def train_here(
         if logged is not None and logged.run_id:
             click.echo(f"  mlflow        {logged.uri}, run {logged.run_id}")
     return 0
+
+
+def _require_files(text: Path | None) -> None:
+    """Refuse a directory without any file, before torch is imported."""
+    if text is not None and text.is_dir() and not any(each.is_file() for each in text.rglob("*")):
+        raise InvalidInput("no file to learn from", got="an empty directory", where=text)
 
 
 @contextlib.contextmanager

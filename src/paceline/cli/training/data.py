@@ -55,7 +55,7 @@ from paceline.units import moment
 def snapshot(call: FlowCall, data: str | None, format_: str | None, **options: Any) -> int:
     """Make a snapshot of the samples at DATA: a directory, a file, or s3://bucket/prefix.
 
-    What is not said is as in the profile's [data].
+    Settings that are not given are the profile's [data].
     """
     reading = {"format": format_, **options}
     reading["features"] = [placed(each) for each in options["features"]] or None

@@ -146,8 +146,8 @@ def submit(
     sections={"Only jobs of": "states team project name submitter model"},
 )
 @click.option("--status", "states", multiple=True,
-              type=click.Choice([each.value for each in JobState]),
-              help="This state (repeatable).")  # fmt: skip
+              type=click.Choice([each.value for each in JobState]), metavar="STATE",
+              help="This state, such as queued or running (repeatable).")  # fmt: skip
 @click.option("--team", default="", help="This team.")
 @click.option("--project", default="", help="This project.")
 @click.option("--name", default="", help="A part of the job's name.")

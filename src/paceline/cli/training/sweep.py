@@ -93,13 +93,17 @@ def sweep() -> None:
 @click.option("--pruner", type=click.Choice(["none", "asha", "hyperband", "median"]),
               default="none", show_default=True, help="Cancels jobs of bad trials.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(min=0), help="The sampler's.")
-@click.option("--metric", default="loss", show_default=True, help="Of the job's report.")
+@click.option(
+    "--metric", default="loss", show_default=True, help="A figure of the job's report, e.g. loss."
+)
 @click.option("--maximize", is_flag=True, help="Search the highest; else the lowest.")
 @gang_options
 @click.option("--steps", type=click.IntRange(min=1), help="Of each training.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="In each trial.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="A setting of each trial."
+)
 @team_option
-@click.option("--project", default="", help="Of the jobs.  [default: sweep-NAME]")
+@click.option("--project", default="", help="Project of the jobs.  [default: sweep-NAME]")
 @purpose_option
 @click.option("--priority", type=click.IntRange(-100, 100), default=0, show_default=True,
               help="Of each job in the queue; the highest starts first.")  # fmt: skip
