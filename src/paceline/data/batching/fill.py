@@ -49,10 +49,13 @@ class RowFiller:
         columns: Sequence[Column],
         name: Callable[[int], str],
         token_features: Collection[str] = (),
+        begin: int | None = None,
     ) -> None:
+        """``begin``: the first input of each document, by default the separator."""
         require_token_features(token_features, columns)
         self.token_features = frozenset(token_features)
         self.separator = vocabulary.separator
+        self.begin = vocabulary.separator if begin is None else begin
         self.dtype = token_dtype(vocabulary.vocab_size)
         self.is_masked = MASK_COLUMN in columns
         self.is_paired = REJECTED_COLUMN in columns
@@ -122,7 +125,7 @@ class _Filling:
         """Return inputs and targets.
 
         Targets are a piece's tokens, then the separator at the document's end. Inputs are the
-        targets shifted by one, except for a piece's first input: the separator before its document,
+        targets shifted by one, except for a piece's first input: the token that begins a document,
         or the token before the piece. With a loss mask inputs are a document's tokens, and targets
         those one later: rows are what transformers sees.
         """
@@ -149,9 +152,9 @@ class _Filling:
             inputs[:-1], inputs[-1:] = targets[1:], separator
             return targets, inputs
         inputs[1:] = targets[:-1]
-        inputs[layout.begin_B1[:-1]] = separator  # also in empty rows
+        inputs[layout.begin_B1[:-1]] = self._filler.begin  # also in empty rows
         if found:
-            inputs[np.concatenate([parts.at_P for _, _, parts in found])] = separator
+            inputs[np.concatenate([parts.at_P for _, _, parts in found])] = self._filler.begin
         for places, tokens in before:
             inputs[places] = tokens
         return inputs, targets

@@ -67,12 +67,14 @@ def open_stream(
     position: Mapping[str, Any] | None = None,
     skip: Collection[int] = (),
     readers: int = 1,
+    begin: int | None = None,
 ) -> PlannedStream:
     """Return the stream of one split of ``snapshot``; ``rank`` and ``world_size`` count data ranks.
 
     ``position`` is an earlier stream's ``position``, on any number of ranks; ``skip`` are numbers
     of global batches to skip. ``readers``: the number of readers, each with its own disk, at the
-    job's start (see ``loading.columns``). Raises InvalidInput for a position of other settings or
+    job's start (see ``loading.columns``). ``begin``: the first input of each text, by default the
+    separator. Raises InvalidInput for a position of other settings or
     more ranks than rows, InvalidSnapshot for too little data.
     """
     return PlannedStream(
@@ -89,6 +91,7 @@ def open_stream(
         position=position,
         skip=skip,
         readers=readers,
+        begin=begin,
     )
 
 
@@ -115,6 +118,7 @@ class PlannedStream:
         position: Mapping[str, Any] | None = None,
         skip: Collection[int] = (),
         readers: int = 1,
+        begin: int | None = None,
     ) -> None:
         require_batching(settings.batching, [each.name for each in columns])
         if not settings.columns and position is not None:  # keep those that the stream started with
@@ -162,7 +166,7 @@ class PlannedStream:
         self._reader.plans_from_lengths = plan.needs_lengths
         self._ahead = GroupPlanner(plan, self.rows)
         self._filler = RowFiller(
-            vocabulary, columns, lambda index: shards[index].sha256, settings.token_features
+            vocabulary, columns, lambda index: shards[index].sha256, settings.token_features, begin
         )
         self._skip = frozenset(skip)
         self._position = Position(**identity(plan)).resumed(position)

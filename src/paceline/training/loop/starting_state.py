@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -66,6 +67,17 @@ class RankContext:
             return task_size_of(self.job, self.runtime.profile).context
         return self.config.context
 
+    @cached_property
+    def begin(self) -> int | None:
+        """Return the token that the model's own tokenizer puts before a text (BOS), as
+        ``tokenizer(text)`` and the judge do; None where it puts none, and for models of ours."""
+        from paceline.data import open_tokenizer
+        from paceline.models import TOKENIZER_FILE
+
+        if self.pretrained is None or self.snapshot.vocabulary.kind == "bytes":
+            return None
+        return open_tokenizer(str(self.pretrained.directory / TOKENIZER_FILE)).first
+
     def stream(
         self, rank: int, world_size: int, position: dict[str, Any] | None = None
     ) -> PlannedStream:
@@ -100,6 +112,7 @@ class RankContext:
             seed=seed,
             rank=rank,
             world_size=world_size,
+            begin=self.begin,
             **rest,
         )
 
