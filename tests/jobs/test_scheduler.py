@@ -237,19 +237,39 @@ def test_two_gangs_never_share_a_node_and_the_second_waits_with_a_reason(queue: 
     assert queue.state(second) is S.STARTING
 
 
-def test_an_identical_job_waits_for_the_first_and_both_are_told(queue: Queue) -> None:
-    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
-    first = queue.add(spec).job_id
-    second = queue.add(spec.model_copy(update={"team": "b", "priority": 9})).job_id
+def twins(queue: Queue, *of_each: dict[str, Any]) -> list[str]:
+    """The ids of jobs that train the same, and differ in what the queue looks at."""
+    spec = {"model_id": "acme/tiny", "version": "1", "data_snapshot": SNAPSHOT}
+    return [queue.add(SubmitJob.model_validate(spec | each)).job_id for each in of_each]
+
+
+def test_of_identical_jobs_the_one_of_higher_priority_begins_and_the_other_waits_for_it(
+    queue: Queue,
+) -> None:
+    first, second = twins(queue, {}, {"team": "b", "priority": 9})
     queue.look(2)
-    # The one of higher priority begins; they would write the same checkpoints.
-    holding = [each for each in (first, second) if queue.state(each).holds_hosts]
-    assert len(holding) == 1
-    (other,) = {first, second} - {*holding}
-    assert f"waiting for {holding[0]}, which trains the same" in queue.job(other).reason
-    queue.ends(holding[0], "COMPLETED")
+    # They would write the same checkpoints.
+    assert (queue.state(first), queue.state(second)) == (S.QUEUED, S.STARTING)
+    assert f"waiting for {second}, which trains the same" in queue.job(first).reason
+    queue.ends(second, "COMPLETED")
     queue.look(2)
-    assert queue.state(other) is S.STARTING
+    assert queue.state(first) is S.STARTING
+
+
+@pytest.mark.parametrize("blocked_by", ["its quota", "busy hosts"])
+def test_an_identical_job_starts_where_the_one_before_it_cannot(blocked_by: str) -> None:
+    quota = {"jobs.quotas.nlp.slots": "1", "jobs.quotas.nlp.borrow": "0"}
+    h100, a100 = (worker(name, 1, f"NVIDIA {name.upper()}") for name in ("h100", "a100"))
+    queue = Queue(h100, a100, profile=load_profile("ci", quota))
+    on_h100, on_a100 = ({"resources": {"ranks": 1, "accelerator": e}} for e in ("h100", "a100"))
+    (running,) = twins(queue, {"seed": 5, "team": "nlp"} | on_h100)
+    queue.look(2)
+    blocked = {"team": "nlp"} | on_a100 if blocked_by == "its quota" else {"team": "b"} | on_h100
+    first, second = twins(queue, blocked, {"team": "vision"} | on_a100)
+    queue.look(2)
+    assert queue.state(running) is S.STARTING
+    assert (queue.state(first), queue.state(second)) == (S.QUEUED, S.STARTING)
+    assert queue.job(first).reason == f"waiting for {second}, which trains the same"
 
 
 @pytest.mark.parametrize("ending", ["CRASHED", "FAILED"])

@@ -265,10 +265,13 @@ class JobScheduler(RepeatedTask):
     def _admit(self) -> None:
         jobs = self._table.open_jobs()
         training = {e.training_key: e.job_id for e in reversed(jobs) if e.state.holds_hosts}
+        # Our admission sees all that wait, and starts the first that fits; another engine may start
+        # two before the next round.
+        twin_of = training.setdefault if self._engine.has_own_queue else training.get
         waiting = []
         for job in jobs:
             if job.state.waits:
-                other = training.setdefault(job.training_key, job.job_id)
+                other = twin_of(job.training_key, job.job_id)
                 if other == job.job_id:
                     waiting.append(job)
                 else:  # its result will be this job's, too
