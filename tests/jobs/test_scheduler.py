@@ -695,6 +695,31 @@ def test_an_adopted_flow_that_ends_while_it_yields_is_not_started_by_the_queue(
     assert queue.state(mine) is (S.CANCELLED if report else S.FAILED)
 
 
+def test_an_adopted_flow_that_dies_while_it_is_paused_fails_with_what_to_do(
+    queue: Queue, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue.submit(4)
+    queue.look()
+    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
+    mine = queue.add(spec, adopted=True, flow_run_id="by-hand", attempt=1).job_id
+    queue.report(mine, waits=True)
+    queue.table.change(
+        mine, lambda job: changed(job, S.PAUSED, queue.now, "pause requested by ada")
+    )
+    for _ in range(40):
+        queue.report(mine, waits=True)
+        queue.look()
+    assert queue.state(mine) is S.PAUSED, "its process lives"
+    queue.look(2, seconds=20)
+    job = queue.job(mine)
+    assert (job.state, job.ended_at) == (S.FAILED, queue.now)
+    assert job.reason == (
+        "its flow has not reported for 41 s while it was paused; "
+        "start it again: it resumes its checkpoint"
+    )
+    assert "is left as it is" not in caplog.text
+
+
 def test_an_adopted_flow_that_dies_while_it_waits_gives_its_place_up(queue: Queue) -> None:
     queue.submit(4)
     queue.look()

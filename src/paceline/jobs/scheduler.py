@@ -239,7 +239,8 @@ class JobScheduler(RepeatedTask):
             reason = "; ".join(filter(None, (job.reason, why)))
             self._change(job, JobState.PAUSED, reason, cause=cause)
         elif job.adopted:  # its flow was started outside the queue, and is again
-            reason = f"{why}; start it again: it resumes its checkpoint"
+            paused = " while it was paused" if job.state is JobState.PAUSED else ""
+            reason = f"{why}{paused}; start it again: it resumes its checkpoint"
             self._change(job, JobState.FAILED, reason, cause=cause)
         elif job.losses >= MOST_LOSSES:
             reason = f"ended {job.losses + 1} times; the last: {why}"
