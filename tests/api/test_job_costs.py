@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -75,11 +76,15 @@ class Lab:
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    yield from lab_with(PRICES, tmp_path_factory)
+
+
+def lab_with(prices: PriceSettings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     runtime = make_runtime(tmp_path_factory.mktemp("costs") / "state")
     known = {"prefect_api_url": "http://127.0.0.1:9/api", "mlflow_url": "http://127.0.0.1:9"}
     runtime = runtime.model_copy(
         update={
-            "profile": runtime.profile.model_copy(update={"prices": PRICES}),
+            "profile": runtime.profile.model_copy(update={"prices": prices}),
             "endpoints": runtime.endpoints.model_copy(update=known),
         }
     )
@@ -204,13 +209,44 @@ def test_a_first_training_is_estimated_by_the_model_of_a_step(
     assert "by the model of a step on mesh dp2" in found.based_on[0]
 
 
-def test_a_laptop_sees_costs_and_raises_a_budget(
-    lab: Lab, finished: TrainingUsage, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+@pytest.fixture
+def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
+    """Logs a machine without an installation in to one."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PACELINE_STATE", raising=False)
-    save_login(Login(coordinators=(lab.url,), token=lab.token))
+    return lambda lab: save_login(Login(coordinators=(lab.url,), token=lab.token))
+
+
+@pytest.mark.parametrize("known", ["nothing", "watts", "watts and prices"])
+def test_a_submission_prints_the_hours_of_its_estimate_and_energy_and_price_where_known(
+    known: str,
+    finished: TrainingUsage,
+    laptop: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    monkeypatch.setattr("paceline.api.jobs._require_possible", lambda *_: None)
+    prices = PriceSettings(
+        watts={"cpu": 200} if "watts" in known else {},
+        per_hour={"cpu": 3.0} if "prices" in known else {},
+    )
+    for lab in lab_with(prices, tmp_path_factory):
+        laptop(lab)
+        words = "jobs submit m/two 1 --snapshot s3://b/s --ranks 2 --steps 1000"
+        done = paceline(*words.split())
+        assert done.returncode == 0, done.stderr
+        (line,) = [each for each in done.stderr.splitlines() if each.startswith("estimate: ")]
+        expected = "hours" + ", kWh" * ("watts" in known) + ", EUR" * ("prices" in known)
+        figure = r"[\d.e-]+ \([\d.e-]+ to [\d.e-]+\) "
+        assert re.sub(figure, "", line).startswith(f"estimate: {expected}; speed: as measured")
+        assert len(re.findall(figure, line)) == expected.count(",") + 1
+
+
+def test_a_laptop_sees_costs_and_raises_a_budget(
+    lab: Lab, finished: TrainingUsage, laptop: Any
+) -> None:
+    laptop(lab)
     lab.add(S.FAILED, 10.0, team="laptop", project="p")
     job_id = lab.add(S.PAUSED, 1.0, team="laptop", budget=5)
     rows = json.loads(paceline("cost", "--by", "team", "--json").stdout)["groups"]

@@ -39,7 +39,7 @@ from paceline.client import (
 )
 from paceline.config import find_installation
 from paceline.errors import PacelineError
-from paceline.jobs import money
+from paceline.jobs import money, range_text
 from paceline.schemas import (
     JobLogShown,
     JobOutcome,
@@ -128,10 +128,12 @@ def submit(
         }
     )
     made = client.submit_job(spec, idempotency_key)
-    if made.estimate is not None and made.estimate.price is not None:
-        price = made.estimate.price
-        figures = f"{money(price.value)} ({money(price.low)} to {money(price.high)})"
-        notice(f"estimate: {figures} {made.currency}; {made.estimate.based_on[0]}", mark="")
+    if (guess := made.estimate) is not None:
+        figures = (
+            (guess.hours, "hours"), (guess.energy_kwh, "kWh"), (guess.price, guess.currency),
+        )  # fmt: skip
+        known = ", ".join(range_text(each, f" {unit}") for each, unit in figures if each)
+        notice(f"estimate: {known}; {guess.based_on[0]}", mark="")
     if not follow:
         job_id = made.job.job_id
         _print(made, as_json, f"queued: {job_id}", f"next:   paceline jobs show {job_id}")
