@@ -50,8 +50,10 @@ from paceline.schemas import (
     LogLine,
     ReviewJob,
     StateLine,
+    SubmitJob,
     TrainingJob,
 )
+from paceline.text import printable, shortened
 from paceline.units import duration, moment
 
 
@@ -347,6 +349,18 @@ def _progress(job: TrainingJob) -> str:
     return f"{report.step}/{report.steps}" + (f", loss {loss:.3f}" if loss is not None else "")
 
 
+def _requested(spec: SubmitJob) -> list[str]:
+    """Return what was submitted and has no line of its own, without defaults."""
+    elsewhere = {"model_id", "version", "data_snapshot", "name", "team", "priority", "budget"}
+    given = spec.model_dump(mode="json", exclude_defaults=True, exclude=elsewhere)
+    lines = []
+    for key, value in given.items():
+        pairs = [f"{k}={v}" for k, v in value.items()] if isinstance(value, dict) else [value]
+        shown = shortened([printable(str(each))[:300] for each in pairs], 12)
+        lines.append(f"  {key.replace('_', ' '):<11} {shown}")
+    return lines
+
+
 def _lines(view: JobView) -> list[str]:
     job, report = view.job, view.job.report
 
@@ -356,6 +370,7 @@ def _lines(view: JobView) -> list[str]:
         + (f", {job.reason}" if job.reason else ""),
         f"  model       {spec.model_id} {spec.version} on {spec.data_snapshot}",
         f"  team        {spec.team}, priority {spec.priority}, submitted by {job.submitted_by}",
+        *_requested(spec),
         f"  run         {job.run_id}, flow run {job.attempt}",
     ]
     if view.spent is not None or spec.budget:
