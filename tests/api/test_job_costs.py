@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 
 from paceline.api import create_app
-from paceline.client import AccessClient, CoordinatorClient
+from paceline.client import AccessClient, Client, CoordinatorClient
 from paceline.config import Login, PriceSettings, save_login
 from paceline.errors import AccessDenied, Conflict, InvalidInput, ServiceUnavailable
 from paceline.jobs import changed
@@ -207,6 +207,28 @@ def test_a_first_training_is_estimated_by_the_model_of_a_step(
     assert (found.tokens, found.accelerators) == (100 * 8 * 128, {"h100": 2})
     assert found.price is None, "the profile has a price of cpu alone"
     assert "by the model of a step on mesh dp2" in found.based_on[0]
+
+
+def test_a_program_reads_estimate_and_cost_and_raises_a_budget(
+    lab: Lab, finished: TrainingUsage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.api.jobs._require_possible", lambda *_: None)
+    spent = lab.add(S.PAUSED, 2.0, budget=10)  # 12 EUR
+    with Client(lab.url, lab.token) as client:
+        made = client.submit_view(
+            "m/two", "1", "s3://b/s", resources={"ranks": 2}, parameters={"training.steps": 9}
+        )
+        assert made.estimate is not None
+        assert (made.estimate.steps, made.job.state) == (9, S.QUEUED)
+        client.cancel_job(made.job.job_id)
+        view = client.job_view(spent)
+        assert (view.spent, view.currency) == (pytest.approx(12.0), "EUR")
+        assert "mlflow" in view.pages
+        with pytest.raises(Conflict, match="nothing is left of the job's budget"):
+            client.resume_job(spent)
+        assert client.resume_job(spent, budget=20).spec.budget == 20
+        assert client.resume_job(spent, budget=0).spec.budget is None
+        client.cancel_job(spent)
 
 
 @pytest.fixture
