@@ -18,6 +18,15 @@ _PASSWORD = re.compile(
     re.IGNORECASE,
 )
 
+# Access tokens as their issuers shape them, so that they can be found: ours, Hugging Face, GitHub,
+# GitLab, AWS, Google, Slack, OpenAI and Anthropic, signed JSON (JWT), and private keys.
+_TOKEN = re.compile(
+    r"""(?<![A-Za-z0-9])(?:pl_[0-9a-f]{16}_[\w-]{32,}|hf_[A-Za-z0-9]{30,}|gh[opsur]_[A-Za-z0-9]{30,}"""
+    r"""|github_pat_\w{30,}|glpat-[\w-]{20,}|(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Za-z0-9])|AIza[\w-]{35}"""
+    r"""|xox[a-z]-[0-9][\w-]{15,}|sk-(?:(?:proj|ant)-[\w-]{20,}|[A-Za-z0-9]{32,})"""
+    r"""|eyJ[\w-]{10,200}\.eyJ[\w.-]{10,})|-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?s:.*)"""
+)
+
 
 def printable(text: str, longest: int = LONGEST) -> str:
     r"""Return ``text`` on one line of at most ``longest`` characters, every character visible.
@@ -35,8 +44,9 @@ def printable(text: str, longest: int = LONGEST) -> str:
 
 
 def without_passwords(text: str) -> str:
-    """Return ``text`` with passwords, tokens and signatures of its URLs replaced by asterisks."""
-    return _PASSWORD.sub(_hidden, text) if "://" in text else text
+    """Return ``text`` with passwords, tokens and signatures of its URLs replaced by asterisks, and
+    what ``has_token`` finds."""
+    return _TOKEN.sub("***", _PASSWORD.sub(_hidden, text) if "://" in text else text)
 
 
 def _hidden(found: re.Match[str]) -> str:
@@ -48,6 +58,11 @@ def _hidden(found: re.Match[str]) -> str:
 def has_password(text: str) -> bool:
     """Return whether a URL in ``text`` has a password, a token before its host, or a signature."""
     return "://" in text and _PASSWORD.search(text) is not None
+
+
+def has_token(text: str) -> bool:
+    """Return whether ``text`` has an access token of a well-known shape, or a private key."""
+    return _TOKEN.search(text) is not None
 
 
 def shortened(names: Sequence[str], most: int = 10) -> str:

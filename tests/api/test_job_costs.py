@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 
 from paceline.api import create_app
-from paceline.client import AccessClient, CoordinatorClient
+from paceline.client import AccessClient, Client, CoordinatorClient
 from paceline.config import Login, PriceSettings, save_login
 from paceline.errors import AccessDenied, Conflict, InvalidInput, ServiceUnavailable
 from paceline.jobs import changed
@@ -75,11 +76,15 @@ class Lab:
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    yield from lab_with(PRICES, tmp_path_factory)
+
+
+def lab_with(prices: PriceSettings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     runtime = make_runtime(tmp_path_factory.mktemp("costs") / "state")
     known = {"prefect_api_url": "http://127.0.0.1:9/api", "mlflow_url": "http://127.0.0.1:9"}
     runtime = runtime.model_copy(
         update={
-            "profile": runtime.profile.model_copy(update={"prices": PRICES}),
+            "profile": runtime.profile.model_copy(update={"prices": prices}),
             "endpoints": runtime.endpoints.model_copy(update=known),
         }
     )
@@ -204,13 +209,66 @@ def test_a_first_training_is_estimated_by_the_model_of_a_step(
     assert "by the model of a step on mesh dp2" in found.based_on[0]
 
 
-def test_a_laptop_sees_costs_and_raises_a_budget(
-    lab: Lab, finished: TrainingUsage, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+def test_a_program_reads_estimate_and_cost_and_raises_a_budget(
+    lab: Lab, finished: TrainingUsage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("paceline.api.jobs._require_possible", lambda *_: None)
+    spent = lab.add(S.PAUSED, 2.0, budget=10)  # 12 EUR
+    with Client(lab.url, lab.token) as client:
+        made = client.submit_view(
+            "m/two", "1", "s3://b/s", resources={"ranks": 2}, parameters={"training.steps": 9}
+        )
+        assert made.estimate is not None
+        assert (made.estimate.steps, made.job.state) == (9, S.QUEUED)
+        client.cancel_job(made.job.job_id)
+        view = client.job_view(spent)
+        assert (view.spent, view.currency) == (pytest.approx(12.0), "EUR")
+        assert "mlflow" in view.pages
+        with pytest.raises(Conflict, match="nothing is left of the job's budget"):
+            client.resume_job(spent)
+        assert client.resume_job(spent, budget=20).spec.budget == 20
+        assert client.resume_job(spent, budget=0).spec.budget is None
+        client.cancel_job(spent)
+
+
+@pytest.fixture
+def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
+    """Logs a machine without an installation in to one."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PACELINE_STATE", raising=False)
-    save_login(Login(coordinators=(lab.url,), token=lab.token))
+    return lambda lab: save_login(Login(coordinators=(lab.url,), token=lab.token))
+
+
+@pytest.mark.parametrize("known", ["nothing", "watts", "watts and prices"])
+def test_a_submission_prints_the_hours_of_its_estimate_and_energy_and_price_where_known(
+    known: str,
+    finished: TrainingUsage,
+    laptop: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    monkeypatch.setattr("paceline.api.jobs._require_possible", lambda *_: None)
+    prices = PriceSettings(
+        watts={"cpu": 200} if "watts" in known else {},
+        per_hour={"cpu": 3.0} if "prices" in known else {},
+    )
+    for lab in lab_with(prices, tmp_path_factory):
+        laptop(lab)
+        words = "jobs submit m/two 1 --snapshot s3://b/s --ranks 2 --steps 1000"
+        done = paceline(*words.split())
+        assert done.returncode == 0, done.stderr
+        (line,) = [each for each in done.stderr.splitlines() if each.startswith("estimate: ")]
+        expected = "hours" + ", kWh" * ("watts" in known) + ", EUR" * ("prices" in known)
+        figure = r"[\d.e-]+ \([\d.e-]+ to [\d.e-]+\) "
+        assert re.sub(figure, "", line).startswith(f"estimate: {expected}; speed: as measured")
+        assert len(re.findall(figure, line)) == expected.count(",") + 1
+
+
+def test_a_laptop_sees_costs_and_raises_a_budget(
+    lab: Lab, finished: TrainingUsage, laptop: Any
+) -> None:
+    laptop(lab)
     lab.add(S.FAILED, 10.0, team="laptop", project="p")
     job_id = lab.add(S.PAUSED, 1.0, team="laptop", budget=5)
     rows = json.loads(paceline("cost", "--by", "team", "--json").stdout)["groups"]

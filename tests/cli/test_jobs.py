@@ -149,6 +149,33 @@ def test_what_a_job_has_and_costs_and_its_twin_are_shown(served: Served) -> None
     end_all(client)
 
 
+def test_what_was_submitted_is_shown(served: Served) -> None:
+    end_all(served.client())
+    job_id = adopt(
+        served, resources={"ranks": 1, "within": "rack"}, seed=0, purpose="research",
+        project="q3", code_ref="git+https://example.org/a@" + "0" * 40, continue_from="job-0",
+        evaluate_on="s3://b/held", parameters={"training.steps": 7, "data.columns": 0},
+    )  # fmt: skip
+    plain = adopt(served)
+    shown, other = (
+        paceline("jobs", "show", each, "--state", served.runtime.state_dir).stdout
+        for each in (job_id, plain)
+    )
+    for name, value in {
+        "project": "q3",
+        "purpose": "research",
+        "code ref": "git+https://example.org/a@" + "0" * 40,
+        "seed": "0",
+        "continue from": "job-0",
+        "evaluate on": "s3://b/held",
+        "resources": "ranks=1, within=rack",
+        "parameters": "training.steps=7, data.columns=0",
+    }.items():
+        assert f"\n  {name:<11} {value}\n" in shown, shown
+        assert f"\n  {name}" not in other, "what was not given has no line"
+    end_all(served.client())
+
+
 def end_all(client: CoordinatorClient) -> None:
     """End every job: one of another test may hold the only node."""
     for each in client.jobs().jobs:

@@ -171,7 +171,9 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Fleet, s
             fleet.run_and_lose("nlp", "preempted", JobState.CANCELLED)
             running, flow = fleet.adopt("nlp")
             fleet.adopt("vision")
-            report = JobReport(flow_run_id=flow, at=0.0, step=1)
+            # Its flow run was lost before, and it has met bad data.
+            app.state.jobs.change(running, lambda job: job.model_copy(update={"losses": 1}))
+            report = JobReport(flow_run_id=flow, at=0.0, step=1, quarantined=2)
             wait_until(
                 lambda: fleet.client.report_job(running, report).state is JobState.RUNNING,
                 lambda: str(fleet.job(running)),

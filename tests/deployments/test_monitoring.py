@@ -177,13 +177,21 @@ def test_dashboards_name_only_what_is_exported(
     assert set(re.findall(r"\$\{?(\w+)", text)) <= known
 
 
-def test_everything_a_rank_exports_is_shown_or_watched() -> None:
-    """A figure that nobody looks at costs a series a rank for nothing."""
-    used = "\n".join(
+def used() -> str:
+    """Return every expression of the rules and the boards."""
+    return "\n".join(
         [*(each["expr"] for path in RULES for each in rules_of(path))]
         + [each for path in BOARDS for each in expressions_of(json.loads(path.read_text()))]
     )
-    unused = {each for each in labels_of(page_of_a_rank()) if not re.search(rf"\b{each}\b", used)}
+
+
+def test_everything_that_is_exported_of_jobs_is_shown_or_watched() -> None:
+    assert {each.name for each in of_jobs() if each.name not in used()} == set()
+
+
+def test_everything_a_rank_exports_is_shown_or_watched() -> None:
+    """A figure that nobody looks at costs a series a rank for nothing."""
+    unused = {each for each in labels_of(page_of_a_rank()) if not re.search(rf"\b{each}\b", used())}
     # Kept for rates and for comparing devices by hand.
     by_hand = {"steps_total", "matmul_peak_operations_per_second", "all_reduce_probe_seconds",
                "gradient_bytes", "held_out_bits_per_byte", "tokens_per_second"}  # fmt: skip

@@ -263,6 +263,20 @@ def test_slots_that_are_promised_are_not_given_to_smaller_gangs() -> None:
     assert "when ending jobs have left" in decision.reasons["first"]
 
 
+def test_nothing_is_preempted_for_a_gang_whose_training_another_begins() -> None:
+    fleet = [*rack_of_hosts("a", 1, kind="a100"), *rack_of_hosts("h", 2, kind="h100")]
+    running = [held(gang(f"low-{host}", SLOTS), host) for host in ("h-0", "h-1")]
+    first = gang("first", SLOTS, kind="h100", priority=2, training="t")
+    other = gang("other", SLOTS, kind="a100", priority=1, training="t")
+    made = decide(fleet, [first, other], running, {}, 0)
+    assert ([*made.admitted], dict(made.preempted)) == (["other"], {})
+    assert made.reasons["first"] == "waiting for other, which trains the same"
+    second = replace(other, kind="h100")  # may not start now either
+    made = decide(fleet, [first, second], running, {}, 0)
+    assert len(made.preempted) == 1
+    assert "for first, which trains the same" in made.reasons["other"]
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -524,6 +538,29 @@ def test_the_order_of_the_inputs_changes_nothing(
     )
     assert first == second
     assert list(first.reasons) == list(second.reasons)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(worlds, gangs(), gangs(), st.lists(st.sampled_from(("", "a", "b")), min_size=9, max_size=9))
+def test_of_gangs_that_train_the_same_one_starts_and_nothing_makes_way_for_the_others(
+    world: World, earlier: list[Gang], queue: list[Gang], trainings: list[str]
+) -> None:
+    world.waiting = earlier
+    world.round()
+    running = world.running
+    queue = [
+        replace(each, job_id=f"new-{each.job_id}", training=training)
+        for each, training in zip(queue, trainings, strict=False)
+    ]
+    made = decide(world.hosts, queue, running.values(), world.quotas, world.now)
+    check_round(world, queue, running, made)
+    training_of = {each.job_id: each.training for each in queue}
+    started = [training for job in made.admitted if (training := training_of[job])]
+    takers = {winner_of(reason) for reason in made.preempted.values()}
+    assert len(started) == len({*started})
+    assert not {*started} & {training_of[job] for job in takers}
+    for name in ("a", "b"):
+        assert sum(training_of[job] == name for job in takers) <= 1
 
 
 def other_team_after_a_preemption() -> tuple[World, list[Gang], list[Gang]]:

@@ -237,19 +237,39 @@ def test_two_gangs_never_share_a_node_and_the_second_waits_with_a_reason(queue: 
     assert queue.state(second) is S.STARTING
 
 
-def test_an_identical_job_waits_for_the_first_and_both_are_told(queue: Queue) -> None:
-    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
-    first = queue.add(spec).job_id
-    second = queue.add(spec.model_copy(update={"team": "b", "priority": 9})).job_id
+def twins(queue: Queue, *of_each: dict[str, Any]) -> list[str]:
+    """The ids of jobs that train the same, and differ in what the queue looks at."""
+    spec = {"model_id": "acme/tiny", "version": "1", "data_snapshot": SNAPSHOT}
+    return [queue.add(SubmitJob.model_validate(spec | each)).job_id for each in of_each]
+
+
+def test_of_identical_jobs_the_one_of_higher_priority_begins_and_the_other_waits_for_it(
+    queue: Queue,
+) -> None:
+    first, second = twins(queue, {}, {"team": "b", "priority": 9})
     queue.look(2)
-    # The one of higher priority begins; they would write the same checkpoints.
-    holding = [each for each in (first, second) if queue.state(each).holds_hosts]
-    assert len(holding) == 1
-    (other,) = {first, second} - {*holding}
-    assert f"waiting for {holding[0]}, which trains the same" in queue.job(other).reason
-    queue.ends(holding[0], "COMPLETED")
+    # They would write the same checkpoints.
+    assert (queue.state(first), queue.state(second)) == (S.QUEUED, S.STARTING)
+    assert f"waiting for {second}, which trains the same" in queue.job(first).reason
+    queue.ends(second, "COMPLETED")
     queue.look(2)
-    assert queue.state(other) is S.STARTING
+    assert queue.state(first) is S.STARTING
+
+
+@pytest.mark.parametrize("blocked_by", ["its quota", "busy hosts"])
+def test_an_identical_job_starts_where_the_one_before_it_cannot(blocked_by: str) -> None:
+    quota = {"jobs.quotas.nlp.slots": "1", "jobs.quotas.nlp.borrow": "0"}
+    h100, a100 = (worker(name, 1, f"NVIDIA {name.upper()}") for name in ("h100", "a100"))
+    queue = Queue(h100, a100, profile=load_profile("ci", quota))
+    on_h100, on_a100 = ({"resources": {"ranks": 1, "accelerator": e}} for e in ("h100", "a100"))
+    (running,) = twins(queue, {"seed": 5, "team": "nlp"} | on_h100)
+    queue.look(2)
+    blocked = {"team": "nlp"} | on_a100 if blocked_by == "its quota" else {"team": "b"} | on_h100
+    first, second = twins(queue, blocked, {"team": "vision"} | on_a100)
+    queue.look(2)
+    assert queue.state(running) is S.STARTING
+    assert (queue.state(first), queue.state(second)) == (S.QUEUED, S.STARTING)
+    assert queue.job(first).reason == f"waiting for {second}, which trains the same"
 
 
 @pytest.mark.parametrize("ending", ["CRASHED", "FAILED"])
@@ -673,6 +693,31 @@ def test_an_adopted_flow_that_ends_while_it_yields_is_not_started_by_the_queue(
     queue.report(mine, step=30, **report)
     queue.look(3, seconds=15)
     assert queue.state(mine) is (S.CANCELLED if report else S.FAILED)
+
+
+def test_an_adopted_flow_that_dies_while_it_is_paused_fails_with_what_to_do(
+    queue: Queue, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue.submit(4)
+    queue.look()
+    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
+    mine = queue.add(spec, adopted=True, flow_run_id="by-hand", attempt=1).job_id
+    queue.report(mine, waits=True)
+    queue.table.change(
+        mine, lambda job: changed(job, S.PAUSED, queue.now, "pause requested by ada")
+    )
+    for _ in range(40):
+        queue.report(mine, waits=True)
+        queue.look()
+    assert queue.state(mine) is S.PAUSED, "its process lives"
+    queue.look(2, seconds=20)
+    job = queue.job(mine)
+    assert (job.state, job.ended_at) == (S.FAILED, queue.now)
+    assert job.reason == (
+        "its flow has not reported for 41 s while it was paused; "
+        "start it again: it resumes its checkpoint"
+    )
+    assert "is left as it is" not in caplog.text
 
 
 def test_an_adopted_flow_that_dies_while_it_waits_gives_its_place_up(queue: Queue) -> None:

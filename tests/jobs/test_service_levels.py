@@ -56,6 +56,17 @@ def test_open_jobs_that_failed_have_series_and_not_too_many(
     assert metrics_of(queue)[f"job_open_losses {once}"] == 1, "of the open ones"
 
 
+def test_slots_of_spot_nodes_are_counted_apart() -> None:
+    queue = Queue(worker("a-0", 8, capacity="spot"), worker("a-1", 4), worker("a-2", 2))
+    per_node = {"training.ranks_per_node": 0}
+    queue.submit(6, resources={"capacity": "spot"}, parameters=per_node)
+    queue.look()
+    found = metrics_of(queue)
+    pools = [f"{name} NVIDIA A100 {each}" for name in ("pool_slots", "pool_held_slots")
+             for each in ("spot", "on-demand")]  # fmt: skip
+    assert [found[each] for each in pools] == [8, 6, 6, 0]
+
+
 def test_waits_starts_and_what_is_held(queue: Queue) -> None:
     first = queue.submit(3, team="nlp")
     queue.look()
@@ -71,7 +82,8 @@ def test_waits_starts_and_what_is_held(queue: Queue) -> None:
     assert found["job_queue_oldest_seconds low vision"] == pytest.approx(60, abs=0.1)
     assert found["job_first_step_seconds_sum nlp"] == pytest.approx(60, abs=0.1)
     assert found["job_first_step_seconds_bucket 120.0 nlp"] == 1
-    assert (found["pool_slots cpu"], found["pool_held_slots cpu"]) == (4, 3)
+    pool = "cpu on-demand"
+    assert (found[f"pool_slots {pool}"], found[f"pool_held_slots {pool}"]) == (4, 3)
     assert found["job_held_slot_seconds_total nlp"] == pytest.approx(180, abs=0.1)
     queue.ends(first, "COMPLETED")
     queue.look()

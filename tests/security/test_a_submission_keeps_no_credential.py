@@ -9,18 +9,30 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import given, strategies as st
 
 from paceline.client import AccessClient
 from paceline.config import Endpoints
-from paceline.schemas import AllowPurpose, Record, ReviewJob, StartFlow, SubmitJob
+from paceline.errors import InvalidInput
+from paceline.schemas import (
+    AllowPurpose,
+    Record,
+    ReviewJob,
+    StartFlow,
+    SubmitJob,
+    require_no_secrets,
+)
+from paceline.text import has_token, without_passwords
 from tests.api.conftest import Served, app_client, bearer, call, make_runtime
 
 PLANTED = "canary-5b1e7c09d2"
+TOKEN = "hf_" + 3 * "CaNaRy5b1e7c"
 CREDENTIALS = (
     f"https://user:{PLANTED}@host/x",
     f"s3://user:{PLANTED}@bucket/x",
     f"https://bucket.host/x?X-Amz-Date=1&X-Amz-Signature={PLANTED}",
     f"see https://account.host/x?sv=2024&sig={PLANTED}#there",
+    f"with {TOKEN}",
 )
 RUN = "run-20260101-000000-abcdef"
 JOB = {"model_id": "m", "version": "1", "data_snapshot": "s3://b/data/snapshots/x"}
@@ -82,13 +94,77 @@ def test_a_url_with_a_credential_is_refused_in_every_text(route: str, tmp_path: 
                 assert 400 <= answer.status_code < 500, (path, text, answer.text)
                 assert answer.status_code != 404, (path, answer.text)
                 assert PLANTED not in answer.text, (path, answer.text)
+                assert TOKEN not in answer.text, (path, answer.text)
         kept = [
             call(client, "GET", known, client.owner).text
             for known in ("/v1/training-jobs", "/audit?limit=1000", "/v1/data-purposes", "/metrics")
         ]
     files = [each.read_bytes() for each in runtime.state_dir.rglob("*") if each.is_file()]
-    assert not [each for each in kept if PLANTED in each]
-    assert not [each for each in files if PLANTED.encode() in each]
+    for text in (PLANTED, TOKEN):
+        assert not [each for each in kept if text in each]
+        assert not [each for each in files if text.encode() in each]
+
+
+SHAPES = [  # of real tokens; none of them is one
+    "pl_" + 4 * "0a1b" + "_" + 11 * "a-Z_",
+    "hf_" + 17 * "aZ",
+    *(f"gh{each}_" + 9 * "a1B2" for each in "psour"),
+    "github_pat_" + 11 * "a1" + "_" + 59 * "Z",
+    "glpat-" + 5 * "a_-Z",
+    *(each + 4 * "AB12" for each in ("AKIA", "ASIA")),
+    "AIza" + 7 * "a1-_Z",
+    "xoxb-" + 2 * "1234567890-" + 8 * "aB3",
+    "sk-" + 12 * "a1B2",
+    "sk-proj-" + 12 * "a-_2",
+    "sk-ant-api03-" + 12 * "a-_2",
+    "eyJ" + 9 * "hbG" + ".eyJ" + 9 * "zdW" + "." + 9 * "a_-",
+    "-----BEGIN PRIVATE KEY",
+    "-----BEGIN OPENSSH PRIVATE KEY-----",
+]
+words = st.lists(
+    st.from_regex("[a-z]{1,14}|[A-Z]{1,12}|[0-9]{1,6}|eyJ|hf|gh[po]|AKIA|sk", fullmatch=True)
+)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@given(before=words, after=words, near=st.sampled_from([" ", "=", "_", "-", ":", '"', "\n"]))
+def test_a_token_of_a_known_shape_is_refused_wherever_it_stands(
+    shape: str, before: list[str], after: list[str], near: str
+) -> None:
+    text = near.join([*before, shape]) + " " + near.join(after)
+    with pytest.raises(InvalidInput, match="access token or private key") as refused:
+        require_no_secrets(ReviewJob.model_construct(accepted=True, reason=text))
+    assert shape not in str(refused.value)
+    assert shape not in without_passwords(text)
+
+
+def test_a_private_key_is_hidden_to_its_end() -> None:
+    assert without_passwords(f"key: {SHAPES[-1]}\nMIIEvQIBADANB") == "key: ***"
+
+
+@given(words, st.sampled_from([" ", "-", "_", "/", ".", "="]))
+def test_ordinary_words_are_no_tokens(some: list[str], near: str) -> None:
+    assert not has_token(near.join(some))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tokens that begin with hf_, ghp_, AKIA, xoxb- or sk- are refused",
+        "hf_llama_3_8b_instruct_lr_3e_4_batch_64_long_context_second_try",
+        "sk-learn-baseline-of-the-second-quarter-with-more-features",
+        "xoxo-from-all-of-the-vision-team",
+        "AKIAKE2026 and MAKIA0123456789ABCDEF",
+        "git+https://github.com/acme/jobs@" + 20 * "0a" + "#jobs:train",
+        "s3://bucket/data/snapshots/" + 32 * "0a",
+        f"{RUN} tj-0123456789ab, sha256:" + 32 * "0a",
+        "-----BEGIN CERTIFICATE-----",
+        "the private key is on the build host",
+    ],
+)
+def test_what_only_resembles_a_token_is_taken(text: str) -> None:
+    require_no_secrets(ReviewJob(accepted=True, reason=text))
+    assert without_passwords(text) == text
 
 
 @pytest.fixture

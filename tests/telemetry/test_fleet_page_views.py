@@ -376,7 +376,7 @@ def run(client: CoordinatorClient, job: TrainingJob, step: int, *notes: str) -> 
     report = JobReport(
         flow_run_id=FLOW, at=0, training_id="job-1", step=step, steps=300,
         metrics={"loss": 2.123456789, "tokens_per_second": 12345.678}, checkpoints=(saved,),
-        workers=tuple(ranks), notes=notes,
+        workers=tuple(ranks), notes=notes, failures={"node-1": {"lost": 2, "failed": 26}},
     )  # fmt: skip
 
     def runs() -> bool:
@@ -399,11 +399,26 @@ def reporting(client: CoordinatorClient, *job_ids: str) -> AbstractContextManage
     return every(3, report)
 
 
+OF_SLURM = """
+const own = window.fetch, held = {engine: "slurm", id: "12", state: "PENDING",
+  reason: "QOSMaxCpuPerUserLimit"};
+window.fetch = async (...call) => {
+  const answer = await own(...call), body = await answer.clone().json().catch(() => null);
+  return body?.job ? Response.json({...body, job: {...body.job, allocation: held}}) : answer;
+};
+"""  # what this installation does not have
+
+
 def test_a_job_is_followed_and_paused_in_its_page(platform: Served, services: Services) -> None:
     _, manifest = make_model(platform.runtime.state_dir)
     agents, client = fleet_of(platform, 2), platform.client()
     with beating(agents, manifest):
-        job = adopt(client, FLOW, name="chat-sft", team="nlp", resources={"ranks": 2}, budget=500)
+        job = adopt(
+            client, FLOW, name="chat-sft", team="nlp", budget=500,
+            resources={"ranks": 2, "capacity": "on-demand"},
+            parameters={"training.steps": 300, "data.columns": 0}, checkpoint_policy={"keep": 7},
+            seed=0, purpose="research", continue_from="job-0", evaluate_on=f"s3://b/held/{DIGEST}",
+        )  # fmt: skip
         services.run_id = job.run_id
         run(client, job, 142)
         big, twin = (
@@ -442,11 +457,22 @@ def test_a_job_is_followed_and_paused_in_its_page(platform: Served, services: Se
                 "running",
                 "5f5f5f5f…",
                 "History",
+                "Requested\nranks=2, capacity=on-demand\n",
+                "Parameters\ntraining.steps=300, data.columns=0\n",
+                "Seed\n0\n",
+                "keep=7",
+                "Purpose\nresearch\n",
+                "Continues\njob-0\n",
+                "s3://b/held/5f5f5f5f…",
+                "failed × 26, lost × 2",
             ):
                 assert each in shown, shown
             assert DIGEST not in shown
             assert "2.123456789" not in shown
             fits(browser, "fleet-job")
+            browser.execute_script(OF_SLURM)
+            see(browser, "//*[@id='job-head']//dt[text()='Slurm']")
+            assert "Slurm\n12, PENDING, QOSMaxCpuPerUserLimit\n" in text(browser, "#job-head")
             services.lines.append(HOSTILE)
             run(client, job, 143, HOSTILE)
             see(browser, "//*[@id='job-log'][contains(., '<img')]")

@@ -273,11 +273,9 @@ def _require_prices(budget: float | None, prices: PriceSettings) -> None:
 def _estimate(
     spec: SubmitJob, runtime: Runtime, table: JobTable, coordinator: Coordinator
 ) -> CostEstimate | None:
-    """Return what the job would cost by what earlier ones did, else by the model of a step; None:
-    nothing says it."""
+    """Return what the job would take and cost by what earlier ones did, else by the model of a
+    step; None: nothing says it."""
     profile = runtime.profile
-    if not profile.prices.per_hour:
-        return None
     settings = with_job_settings(profile, spec.settings).training
     usages = training_costs(table.jobs(), runtime, time.time()).usages
     hosts = hosts_of(coordinator.read(lambda state: state.fleet.workers()), settings)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from paceline.client.calls import CoordinatorClient
 from paceline.client.failover import AWAY_S, POLL_S, OnLine, drop, retry
 from paceline.errors import Cancelled, InvalidInput, TrainingFailed
-from paceline.schemas import JobState, ReviewJob, SubmitJob, TrainingJob
+from paceline.schemas import JobState, JobView, ReviewJob, SubmitJob, TrainingJob
 
 
 class JobMethods:
@@ -37,9 +37,25 @@ class JobMethods:
         seed, continue_from, name, team, project, purpose, budget, priority. The same ``key`` and
         job again are the same job. Raises InvalidInput for what can never run here.
         """
+        return self.submit_view(
+            model_id, version, snapshot, resources=resources, key=key, **more
+        ).job
+
+    def submit_view(
+        self,
+        model_id: str,
+        version: str,
+        snapshot: str,
+        *,
+        resources: Mapping[str, Any] | None = None,
+        key: str | None = None,
+        **more: Any,
+    ) -> JobView:
+        """Do what ``submit`` does, and return the job with its links and, where earlier trainings
+        or the model of a step say something, the estimate of its hours, energy and price.
+        """
         given = {"model_id": model_id, "version": version, "data_snapshot": snapshot, **more}
-        spec = job_spec(given | {"resources": resources or {}})
-        return self.coordinator.submit_job(spec, key).job
+        return self.coordinator.submit_job(job_spec(given | {"resources": resources or {}}), key)
 
     def jobs(self, *states: str, limit: int = 500, **wanted: Any) -> list[TrainingJob]:
         """Return the newest jobs of these states, newest first, each with its progress.
@@ -50,7 +66,11 @@ class JobMethods:
 
     def job(self, job_id: str) -> TrainingJob:
         """Return a job: its state and why, and its last report (step, metrics, checkpoints)."""
-        return self.coordinator.job(job_id).job
+        return self.job_view(job_id).job
+
+    def job_view(self, job_id: str) -> JobView:
+        """Return a job with its pages, identical jobs, and what it has cost so far."""
+        return self.coordinator.job(job_id)
 
     def wait_for_job(self, job_id: str, on_notice: OnLine = drop) -> TrainingJob:
         """Return the job once it has succeeded or needs a review.
@@ -71,9 +91,14 @@ class JobMethods:
         """
         return self.coordinator.change_job(job_id, "pause").job
 
-    def resume_job(self, job_id: str) -> TrainingJob:
-        """Queue a paused job again; it goes on from its newest checkpoint. Raises as pause_job."""
-        return self.coordinator.change_job(job_id, "resume").job
+    def resume_job(self, job_id: str, *, budget: float | None = None) -> TrainingJob:
+        """Queue a paused job again; it goes on from its newest checkpoint.
+
+        ``budget``: a new one for the whole job, in the currency of the profile's prices, 0 for no
+        limit; also for a job that waits or runs. Raises as pause_job, and Conflict where nothing is
+        left of the budget.
+        """
+        return self.coordinator.change_job(job_id, "resume", budget=budget).job
 
     def cancel_job(self, job_id: str) -> TrainingJob:
         """End the job for good; its checkpoints stay. Raises as pause_job."""

@@ -19,6 +19,7 @@ from .cost import (
     like as like,
     money as money,
     price_of as price_of,
+    range_text as range_text,
 )
 from .data_purposes import require_permitted as require_permitted
 from .engines import (

@@ -17,6 +17,8 @@ The rules:
   borrowers of any priority. A gang that a quota covers makes way for its own team alone.
 * A gang larger than its team's quota would starve on a full fleet: a day after its submission it
   counts as covered, preempts covered gangs that come after it, and is not taken back by a quota.
+* Of gangs that would train the same the first that fits starts, and the others wait for it: nothing
+  is preempted for them then, nor for a second one while another is promised hosts.
 * The hosts of ending gangs are promised in the order of the queue, so that a gang for which others
   were preempted preempts no more of them while they save and leave.
 """
@@ -165,6 +167,9 @@ class _Round:
         self.most_free: dict[tuple[object, ...], int] = {}  # a search → ranks that fit now
         self.admitted: dict[str, Placement] = {}
         self.preempted: dict[str, str] = {}
+        self.takers: dict[str, Gang] = {}  # preempted job → the gang that it makes way for
+        self.started: dict[str, str] = {}  # training → the job that was admitted for it
+        self.promised: dict[str, str] = {}  # training → the job that was promised hosts for it
         self.reasons: dict[str, str] = {}
         self.blocked: dict[str, list[tuple[int, str]]] = defaultdict(list)  # kind → earlier gangs
         for each in running.values():
@@ -190,13 +195,21 @@ class _Round:
             self.covered |= _covered([*held, *gangs], slots, counted) - counted
         possible.sort(key=lambda gang: (not self._is_first(gang), *_order(gang)))
         for number, gang in enumerate(possible):
-            reason = self._handle(gang)
-            if reason:
+            if gang.training not in self.started and (reason := self._handle(gang)):
                 self.reasons[gang.job_id] = reason + self._ahead(gang)
                 self.blocked[gang.kind].append((number, gang.job_id))
+        for gang in possible:
+            other = self.started.get(gang.training, gang.job_id)
+            if other != gang.job_id:
+                self.reasons[gang.job_id] = f"waiting for {other}, which trains the same"
+        preempted = {
+            job: why
+            for job, why in sorted(self.preempted.items())
+            if self.takers[job].training not in self.started
+        }
         return Decision(
             admitted=dict(sorted(self.admitted.items())),
-            preempted=dict(sorted(self.preempted.items())),
+            preempted=preempted,
             reasons=dict(sorted(self.reasons.items())),
         )
 
@@ -222,6 +235,8 @@ class _Round:
                 self._take(gang, placement)
                 return ""
         missing = self._missing(demand, gang)
+        if other := self.promised.get(gang.training):
+            return f"{missing}; or for {other}, which trains the same"
         if over <= 0:
             placement = self._place(demand, gang, self.soon)
             if placement is not None:
@@ -265,6 +280,8 @@ class _Round:
         self.used[gang.team] += gang.ranks
         self.most_free.clear()
         now = gang.job_id in self.admitted
+        if gang.training:
+            (self.started if now else self.promised)[gang.training] = gang.job_id
         for name, ranks in placement.hosts.items():
             # Of several hosts that were promised each must be empty when the gang comes.
             self.soon[name] -= ranks if now or len(placement.hosts) == 1 else self.soon[name]
@@ -398,6 +415,7 @@ class _Round:
             else:
                 why = f"team {gang.team} reclaims its quota, team {other.team} borrows"
             self.preempted[other.job_id] = f"preempted for {gang.job_id}: {why}"
+            self.takers[other.job_id] = gang
             self.used[other.team] -= other.ranks
             self.leaving[other.team] += other.ranks
         self.soon.update(self._without(victims))

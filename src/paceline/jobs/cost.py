@@ -195,6 +195,13 @@ def money(value: float | None, missing: str = "not recorded") -> str:
     return f"{value:,.2f}" if value >= 1 or not value else f"{value:.3g}"
 
 
+def range_text(found: Range | None, unit: str = "") -> str:
+    """Return an estimated figure with its range, for people."""
+    if found is None:
+        return "not known"
+    return f"{money(found.value)} ({money(found.low)} to {money(found.high)}){unit}"
+
+
 def estimate(
     prices: PriceSettings,
     *,

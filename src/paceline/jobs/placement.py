@@ -58,6 +58,7 @@ class Gang:
     pool: str = ""  # "": any
     within: Level = "fleet"  # must fit inside one of these
     ranks_per_host: int = 0  # exactly so many (the last host may hold fewer); 0: up to its slots
+    training: str = ""  # of waiting gangs with the same one only one starts; "": its own
 
     def __post_init__(self) -> None:
         """Raise InvalidInput for values that no fleet could serve."""
@@ -154,6 +155,7 @@ def gang_of(job: TrainingJob, settings: TrainingSettings, hosts: Sequence[Host])
         pool=asked.capacity,
         within=asked.within,
         ranks_per_host=settings.ranks_per_node,
+        training=job.training_key,
     )
 
 

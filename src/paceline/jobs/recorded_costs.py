@@ -70,8 +70,8 @@ def estimate_like(
     prices: PriceSettings,
     usages: Iterable[TrainingUsage],
 ) -> CostEstimate | None:
-    """Return what a training of ``settings`` would cost, from those of the same model on as many
-    accelerators; None where there is none, or nothing has a price."""
+    """Return what a training of ``settings`` would take, from those of the same model on as many
+    accelerators, and cost where ``prices`` say it; None where there is no such training."""
     count = settings.ranks + settings.guard.spares
     earlier = [
         each
@@ -80,7 +80,7 @@ def estimate_like(
         and each.tokens_per_step
         and sum(each.accelerators.values()) == count
     ]
-    if not earlier or not prices.per_hour:
+    if not earlier:
         return None
     try:
         return estimate(prices, steps=settings.steps, earlier=like(earlier[0], earlier))

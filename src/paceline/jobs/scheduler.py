@@ -239,7 +239,8 @@ class JobScheduler(RepeatedTask):
             reason = "; ".join(filter(None, (job.reason, why)))
             self._change(job, JobState.PAUSED, reason, cause=cause)
         elif job.adopted:  # its flow was started outside the queue, and is again
-            reason = f"{why}; start it again: it resumes its checkpoint"
+            paused = " while it was paused" if job.state is JobState.PAUSED else ""
+            reason = f"{why}{paused}; start it again: it resumes its checkpoint"
             self._change(job, JobState.FAILED, reason, cause=cause)
         elif job.losses >= MOST_LOSSES:
             reason = f"ended {job.losses + 1} times; the last: {why}"
@@ -265,10 +266,13 @@ class JobScheduler(RepeatedTask):
     def _admit(self) -> None:
         jobs = self._table.open_jobs()
         training = {e.training_key: e.job_id for e in reversed(jobs) if e.state.holds_hosts}
+        # Our admission sees all that wait, and starts the first that fits; another engine may start
+        # two before the next round.
+        twin_of = training.setdefault if self._engine.has_own_queue else training.get
         waiting = []
         for job in jobs:
             if job.state.waits:
-                other = training.setdefault(job.training_key, job.job_id)
+                other = twin_of(job.training_key, job.job_id)
                 if other == job.job_id:
                     waiting.append(job)
                 else:  # its result will be this job's, too

@@ -37,8 +37,9 @@ READ = {
         "Shards and samples that the training of an open job passed over; of 100 jobs."),
     "job_checkpoint_age_seconds": (("team",),
         "Age of the newest checkpoint, or of the start, of the running job where it is highest."),
-    "pool_slots": (("accelerator",), "Slots of living nodes."),
-    "pool_held_slots": (("accelerator",), "Slots that jobs hold."),
+    "pool_slots": (("accelerator", "capacity"),
+        "Slots of living nodes; capacity is on-demand or spot."),
+    "pool_held_slots": (("accelerator", "capacity"), "Slots that jobs hold."),
 }  # fmt: skip
 
 disable_created_metrics()  # type: ignore[no-untyped-call] # of this process: none beside these
@@ -154,8 +155,8 @@ class JobTotals:
                 found["job_held_slot_seconds"][team,] += self._held(job, now)
             taken.update(job.placement.hosts if job.placement is not None else ())
         for host in hosts:
-            found["pool_slots"][host.kind,] += host.slots
-            found["pool_held_slots"][host.kind,] += min(host.slots, taken[host.name])
+            found["pool_slots"][host.kind, host.pool] += host.slots
+            found["pool_held_slots"][host.kind, host.pool] += min(host.slots, taken[host.name])
         for team in self._teams:
             for each in JobState:
                 found["jobs"][each.value, team] += 0

@@ -22,7 +22,7 @@ NEXT: dict[JobState, set[JobState]] = {
     _S.RUNNING: {_S.PAUSING, _S.CANCELLING, *_FLOW_IS_OVER},
     _S.PAUSING: {_S.CANCELLING, *_FLOW_IS_OVER},
     _S.CANCELLING: _ENDS,
-    _S.PAUSED: {_S.QUEUED, _S.CANCELLED},
+    _S.PAUSED: {_S.QUEUED, _S.CANCELLED, _S.FAILED},  # an adopted one's process may die
     _S.NEEDS_REVIEW: {_S.SUCCEEDED, _S.FAILED},
     _S.SUCCEEDED: set(),
     _S.FAILED: set(),

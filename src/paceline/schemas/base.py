@@ -27,7 +27,7 @@ from pydantic_core import CoreSchema
 
 from paceline import config
 from paceline.errors import InvalidInput, NotFound
-from paceline.text import has_password, printable, shortened, without_passwords
+from paceline.text import has_password, has_token, printable, shortened, without_passwords
 
 SHA256_HEX = r"^[0-9a-f]{64}$"
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -64,7 +64,8 @@ def require_no_password(text: str) -> str:
 
 
 def require_no_secrets(record: BaseModel) -> None:
-    """Raise InvalidInput where a text of ``record``, at any depth, is a URL with a credential."""
+    """Raise InvalidInput where a text of ``record``, at any depth, is a URL with a credential, or
+    has an access token or a private key."""
     left: list[tuple[str, Any]] = [("", record.model_dump(mode="json"))]
     while left:
         where, value = left.pop()
@@ -73,9 +74,10 @@ def require_no_secrets(record: BaseModel) -> None:
             left += [(where, key) for key in value]
         elif isinstance(value, list):
             left += [(where, each) for each in value]
-        elif isinstance(value, str) and has_password(value):
+        elif isinstance(value, str) and (has_password(value) or has_token(value)):
+            url = "a URL with a password or token"
             raise InvalidInput(
-                "a URL with a password or token is refused",
+                f"{url if has_password(value) else 'an access token or private key'} is refused",
                 wanted="texts without credentials: they are kept, and shown",
                 where=without_passwords(where.lstrip(".")) or "the call",
                 do="Credentials are the installation's: the environment, or files.",

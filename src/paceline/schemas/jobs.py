@@ -357,7 +357,7 @@ class JobView(Record):
     pages: dict[str, str] = {}  # name → URL
     spent: float | None = None  # so far; None: no price, or it held nothing yet
     currency: str = ""
-    estimate: CostEstimate | None = None  # at submission, where earlier trainings say something
+    estimate: CostEstimate | None = None  # at submission, where something says it
 
 
 class JobList(Record):

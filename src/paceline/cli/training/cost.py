@@ -32,13 +32,13 @@ from paceline.jobs import (
     held_text,
     like,
     money,
+    range_text,
 )
 from paceline.registry import require_run_prefix
 from paceline.schemas import (
     CostEstimate,
     CostGroup,
     CostsShown,
-    Range,
     TrainingCost,
     TrainingCosts,
     TrainingUsage,
@@ -230,11 +230,11 @@ def _show_one(cost: TrainingCost) -> None:
 def _show_estimate(guess: CostEstimate) -> None:
     _lines({
         "steps": f"{guess.steps}, {guess.tokens:,.0f} tokens, on {held_text(guess.accelerators)}",
-        "tokens/s": _range(guess.tokens_per_second),
-        "hours": _range(guess.hours),
-        "accelerators": _range(guess.accelerator_hours, " hours"),
-        "energy": _range(guess.energy_kwh, " kWh"),
-        "price": _range(guess.price, f" {guess.currency}"),
+        "tokens/s": range_text(guess.tokens_per_second),
+        "hours": range_text(guess.hours),
+        "accelerators": range_text(guess.accelerator_hours, " hours"),
+        "energy": range_text(guess.energy_kwh, " kWh"),
+        "price": range_text(guess.price, f" {guess.currency}"),
     })  # fmt: skip
     _lines({f"based on {n}": each for n, each in enumerate(guess.based_on, start=1)})
 
@@ -252,9 +252,3 @@ def _bytes(count: int | None, price: float | None, more: str = "") -> str:
     if count is None:
         return MISSING
     return f"{size(count)}, " + ("no price" if price is None else f"{money(price)}{more}")
-
-
-def _range(found: Range | None, unit: str = "") -> str:
-    if found is None:
-        return "not known"
-    return f"{money(found.value)} ({money(found.low)} to {money(found.high)}){unit}"

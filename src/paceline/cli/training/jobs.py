@@ -39,7 +39,7 @@ from paceline.client import (
 )
 from paceline.config import find_installation
 from paceline.errors import PacelineError
-from paceline.jobs import money
+from paceline.jobs import money, range_text
 from paceline.schemas import (
     JobLogShown,
     JobOutcome,
@@ -50,8 +50,10 @@ from paceline.schemas import (
     LogLine,
     ReviewJob,
     StateLine,
+    SubmitJob,
     TrainingJob,
 )
+from paceline.text import printable, shortened
 from paceline.units import duration, moment
 
 
@@ -128,10 +130,12 @@ def submit(
         }
     )
     made = client.submit_job(spec, idempotency_key)
-    if made.estimate is not None and made.estimate.price is not None:
-        price = made.estimate.price
-        figures = f"{money(price.value)} ({money(price.low)} to {money(price.high)})"
-        notice(f"estimate: {figures} {made.currency}; {made.estimate.based_on[0]}", mark="")
+    if (guess := made.estimate) is not None:
+        figures = (
+            (guess.hours, "hours"), (guess.energy_kwh, "kWh"), (guess.price, guess.currency),
+        )  # fmt: skip
+        known = ", ".join(range_text(each, f" {unit}") for each, unit in figures if each)
+        notice(f"estimate: {known}; {guess.based_on[0]}", mark="")
     if not follow:
         job_id = made.job.job_id
         _print(made, as_json, f"queued: {job_id}", f"next:   paceline jobs show {job_id}")
@@ -345,6 +349,18 @@ def _progress(job: TrainingJob) -> str:
     return f"{report.step}/{report.steps}" + (f", loss {loss:.3f}" if loss is not None else "")
 
 
+def _requested(spec: SubmitJob) -> list[str]:
+    """Return what was submitted and has no line of its own, without defaults."""
+    elsewhere = {"model_id", "version", "data_snapshot", "name", "team", "priority", "budget"}
+    given = spec.model_dump(mode="json", exclude_defaults=True, exclude=elsewhere)
+    lines = []
+    for key, value in given.items():
+        pairs = [f"{k}={v}" for k, v in value.items()] if isinstance(value, dict) else [value]
+        shown = shortened([printable(str(each))[:300] for each in pairs], 12)
+        lines.append(f"  {key.replace('_', ' '):<11} {shown}")
+    return lines
+
+
 def _lines(view: JobView) -> list[str]:
     job, report = view.job, view.job.report
 
@@ -354,6 +370,7 @@ def _lines(view: JobView) -> list[str]:
         + (f", {job.reason}" if job.reason else ""),
         f"  model       {spec.model_id} {spec.version} on {spec.data_snapshot}",
         f"  team        {spec.team}, priority {spec.priority}, submitted by {job.submitted_by}",
+        *_requested(spec),
         f"  run         {job.run_id}, flow run {job.attempt}",
     ]
     if view.spent is not None or spec.budget:

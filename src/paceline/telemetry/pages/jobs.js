@@ -9,6 +9,12 @@ const PAGE_NAMES = {prefect: "Flow run in Prefect", mlflow: "Run in MLflow", dat
 let log = {id: null, attempt: 0, after: 0, lines: []};
 
 const looks = state => ({needs_review: "stalled", succeeded: "complete"})[state] || state;
+const named = (given, unset = "") => { // "ranks=8, within=rack" of what was submitted
+  const set = Object.entries(given || {}).filter(([key, value]) => !["", null, unset].includes(value));
+  return set.slice(0, 12).map(([key, value]) => (key + "=" + (Object(value) === value ? JSON.stringify(value) : value)).slice(0, 100))
+    .join(", ") + (set.length > 12 ? " and " + (set.length - 12) + " more" : "");
+};
+const requested = gang => named({...gang, within: gang.within === "fleet" ? "" : gang.within}, 0);
 const progress = report => {
   if (!report?.steps) return "";
   const loss = report.metrics.loss;
@@ -76,7 +82,7 @@ async function readLog(job, path) {
   if (atEnd) box.scrollTop = box.scrollHeight;
 }
 function drawJob({job, same_submission, pages, spent, currency}, path) {
-  const spec = job.spec, report = job.report, place = job.placement;
+  const spec = job.spec, report = job.report, place = job.placement, held = job.allocation;
   const metrics = Object.entries(report?.metrics || {}).filter(([name]) => name !== "loss")
     .map(([name, value]) => name.replaceAll("_", " ") + " " + humane(name, value)).join(", ");
   const money = amount => amount.toFixed(2), budget = spec.budget ? " of " + money(spec.budget) : "";
@@ -87,9 +93,14 @@ function drawJob({job, same_submission, pages, spent, currency}, path) {
     el("div", "acts", ...actions(job, path), ...links),
     facts([["Job", job.job_id], ["Model", spec.model_id + " " + spec.version], ["Data", short(spec.data_snapshot)],
       ["Team", spec.team + (spec.project ? ", project " + spec.project : "")], ["Priority", number(spec.priority)],
+      ["Requested", requested(spec.resources)], ["Parameters", short(named(spec.parameters))],
+      ["Seed", spec.seed === null ? "" : String(spec.seed)], ["Checkpoints", named(spec.checkpoint_policy)],
+      ["Labels", spec.labels === "true" ? "" : spec.labels], ["Purpose", spec.purpose], ["Code", short(spec.code_ref)],
+      ["Continues", spec.continue_from], ["Judged on", short(spec.evaluate_on || "")], ["Sweep", spec.sweep],
       ["Submitted", "by " + job.submitted_by + ", " + when(job.created_at)],
       ["Run", job.run_id + (job.attempt > 1 ? ", flow run " + job.attempt : "")], ["Training", report?.training_id],
       ["Lost", job.losses ? number(job.losses) + " flow runs" : ""], ["Preempted", job.preemptions ? number(job.preemptions) + " times" : ""],
+      [held?.engine === "slurm" ? "Slurm" : "Kubernetes", held && [held.id, held.state, held.reason].filter(Boolean).join(", ")],
       ["Nodes", place && el("span", "", ...Object.keys(place.hosts).sort().slice(0, 50).flatMap(host => [workerLink(host), " "]),
         place.level === "fleet" ? "in several zones" : "in one " + place.level, ", score " + place.score.toFixed(2))],
       ["Cost", spent !== null || budget ? (job.usage.length ? spent === null ? "not known" : money(spent) : money(0)) + budget + " " + currency : ""],
@@ -100,6 +111,10 @@ function drawJob({job, same_submission, pages, spent, currency}, path) {
       report.workers.slice(0, 64).map(each => el("tr", "", el("td", "", number(each.rank)), el("td", "", workerLink(each.host)),
         el("td", "", pill(each.state)), el("td", "", ago(each.last_heartbeat))))) : el("p", "quiet", "None runs."),
     more(64, report?.workers.length || 0),
+    ...(Object.keys(report?.failures || {}).length ? [el("h3", "", "Early ends"), table([["Node", ""], ["Ended its gang", ""]],
+      Object.entries(report.failures).sort().slice(0, 64).map(([host, kinds]) => el("tr", "", el("td", "", workerLink(host)),
+        el("td", "", Object.entries(kinds).sort().map(([kind, times]) => kind + " × " + number(times)).join(", "))))),
+      more(64, Object.keys(report.failures).length)] : []),
     el("h3", "", "Checkpoints"), report?.checkpoints.length ? table([["Step", ""], ["Loss", ""], ["Saved", ""], ["Place", "wide"]],
       [...report.checkpoints].reverse().map(each => el("tr", "", el("td", "", number(each.step)),
         el("td", "", each.metrics.loss === undefined ? "" : humane("loss", each.metrics.loss)), el("td", "", when(each.created_at)),
