@@ -26,6 +26,7 @@ from paceline.models import (
     is_pretrained,
     read_config,
     require_described,
+    require_tensors,
     require_tokenizer,
 )
 from paceline.storage import ObjectInfo, ObjectStore
@@ -56,10 +57,10 @@ def check_base(
     """Raise InvalidInput where ``settings`` cannot train the model that is published at ``url`` on
     rows of ``context`` tokens of ``snapshot``, batched as ``data`` say.
 
-    Checks config, tensor names, shapes and dtypes, tokenizer, mesh, the layers that the settings
-    name, and that a batch's rows hold the samples. Checks nothing where the model is not published,
-    and no layers unless it ``builds`` the model, for which this machine has the libraries and
-    seconds.
+    Checks config, tensor names and dtypes, tokenizer, mesh, layers of adapters, and that a batch's
+    rows hold the samples. Checks nothing where the model is not published, and shapes, plans of
+    transformers' models and names of parameters only if it ``builds`` the model, for which this
+    machine has the libraries and seconds.
     """
     found, until_s = store.list(url), time.monotonic() + DEADLINE_S
     if not any(each.url == f"{url}/{CONFIG_FILE}" for each in found):
@@ -94,6 +95,7 @@ def check_base(
                 )
             else:
                 context = _require_ours(Path(directory), settings, snapshot).context
+            require_tensors(Path(directory), settings.lora)
         require_tokens(snapshot, data)
         require_batches(snapshot, data, settings, context)
         needed = ["torch"] + ["transformers"] * pretrained + ["peft"] * (settings.lora is not None)
