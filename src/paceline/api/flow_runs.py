@@ -365,6 +365,7 @@ def _require_allowed(call: StartFlow, profile: Profile, allow: Callable[[str], o
         Sweep.of({**_object(call, "search"), **call.parameters, "search": None}).check(profile)
     features = reading.get("features") or []
     named = [call.parameters.get(each) for each in SOURCES]
+    named.append(call.parameters.get("evaluate_on") or None)  # "": the result is not judged
     named += [reading.get("tokenizer"), *(features if isinstance(features, list) else [features])]
     for each in named:
         if each in (None, "stdlib", "bytes"):

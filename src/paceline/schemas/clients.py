@@ -40,6 +40,7 @@ FLOW_PARAMETERS: dict[str, frozenset[str]] = {
             "snapshot_url",
             "labels",
             "continue_from",
+            "evaluate_on",
             "steps",
             "ranks",
             "learning_rate",
