@@ -132,6 +132,7 @@ class FlowRunView(Record):
 APPROVAL_REQUEST = "approval-request"
 APPROVAL = "approval"
 SUBMITTERS = "submitters"
+OF_TEAM = "of_team"  # in the last: whether one of them has a token of a team or project
 
 
 class ApprovalRequest(Record):
