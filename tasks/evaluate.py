@@ -11,7 +11,7 @@ from typing import Any
 from paceline.client import raised
 from paceline.cluster import Fleet, Node
 from paceline.config import EvaluationSettings, Profile
-from paceline.data import load_snapshot, template_files
+from paceline.data import ChatTemplate, load_snapshot, template_files
 from paceline.errors import Conflict, InvalidInput, PermanentError, SourceMissing, WorkerLost
 from paceline.evaluation import (
     AllowedCode,
@@ -21,7 +21,7 @@ from paceline.evaluation import (
     read_tasks,
     require_metrics,
 )
-from paceline.extras import require_extras
+from paceline.extras import is_installed, require_extras
 from paceline.manifest import Manifest, publish_model
 from paceline.models import CONFIG_FILE, TOKENIZER_FILE, file_sha256, json_object, user_code_of
 from paceline.registry import lineage
@@ -191,6 +191,13 @@ def _require_template(run: Run, base_url: str) -> None:
             where=base_url,
             do="Publish the base with its template, or leave tasks_as_chat out.",
         )
+    if is_installed("transformers"):
+        rendered = ChatTemplate(f"{base_url}/{TOKENIZER_FILE}", run.store)
+        try:
+            rendered.text_of([{"role": "user", "content": "text"}], add_generation_prompt=True)
+        except InvalidInput as error:
+            do = "Publish the base with a template that works, or leave tasks_as_chat out."
+            raise error.as_kind(InvalidInput, do=do) from error
 
 
 def _require_metrics(run: Run) -> None:

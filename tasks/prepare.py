@@ -103,24 +103,27 @@ def build_data_snapshot(
         ),
     )
     if run.runtime.secrets.records_key:  # not on a node, whose word would not count
-        asked, own = (
-            digest_of([where.rstrip("/"), of.model_dump(mode="json", include=EXAM)])
-            for where, of in ((source, settings), (own_data.source, own_data))
-        )
         built = load_snapshot(str(result.output["url"]), run.store)
-        # A template renders what is judged, and a tokenizer may leave samples out.
-        reads: tuple[str | None, ...] = ()
-        if built.is_masked or built.record.skipped:
-            reads = built.record.template_sha256, built.record.vocabulary.sha256
+        exam = exam_of(source, settings, built)
         # A copy of a source has the same snapshot: the first one counts, or the operator's own.
-        exam = digest_of([asked, *reads])
-        sealed.note(run, "exam", built.digest, exam, replaces=asked == own)
+        own = exam == exam_of(own_data.source, own_data, built)
+        sealed.note(run, "exam", built.digest, exam, replaces=own)
     if result.output["skipped"] and source != STDLIB:
         named = "; ".join(result.output.get("skipped_examples", ()))  # an older ledger has none
         run.warn(f"{result.output['skipped']} samples are left out of the snapshot: {named}")
     if (same := result.output.get("duplicates", 0)) and source != STDLIB:
         run.warn(f"{same} samples that say the same as another are left out of the snapshot")
     return result
+
+
+def exam_of(source: str, settings: DataSettings, built: Snapshot) -> str:
+    """Return what ``built`` shares with each release of ``source`` that holds out the same."""
+    asked = digest_of([source.rstrip("/"), settings.model_dump(mode="json", include=EXAM)])
+    # A template renders what is judged, and a tokenizer may leave samples out.
+    reads: tuple[str | None, ...] = ()
+    if built.is_masked or built.record.skipped:
+        reads = built.record.template_sha256, built.record.vocabulary.sha256
+    return digest_of([asked, *reads])
 
 
 @stage("validate-data", retries=2)

@@ -12,6 +12,7 @@ from typing import Any
 
 from prefect.transactions import Transaction, get_transaction
 
+from paceline.data import load_snapshot
 from paceline.errors import Conflict, CorruptData, GateRefused, NotFound
 from paceline.evaluation import CARD_FILE, EXAM, EXCEPTED, decide
 from paceline.manifest import (
@@ -22,12 +23,15 @@ from paceline.manifest import (
 )
 from paceline.registry import MLMODEL_FILE, gate_metrics, mlmodel, resolve_source
 from paceline.schemas import (
+    OF_TEAM,
+    SUBMITTERS,
     Evaluation,
     Evidence,
     GateDecision,
     Restored,
     TrainResult,
     canonical_json,
+    digest_of,
 )
 from paceline.tasks._support import artifacts, sealed
 from paceline.tasks._support.cancelling import stop_if_cancelled
@@ -35,6 +39,7 @@ from paceline.tasks._support.lineage import code_version
 from paceline.tasks._support.run import Run, StageResult
 from paceline.tasks._support.stages import stage
 from paceline.tasks.package import candidate_dir
+from paceline.tasks.prepare import exam_of
 from paceline.tasks.publish import publish_progress, published_url
 
 
@@ -95,6 +100,7 @@ def gate(
         lineage=lineage,
         judged_on=evaluation.snapshot_url,
         judges={} if now is None else _judges(run, base.model_id, report.snapshot_digest),
+        of_profile=None if has_champion(run, base.model_id) else _of_profile(run, evaluation),
     )
     text = canonical_json(policy).decode()
     run.registry.log_artifact_text(run.mlflow_run, text, f"policy/{decision.policy_digest}.json")
@@ -128,6 +134,17 @@ def _judges(run: Run, model_id: str, asked: str) -> dict[str, str]:
     if same:
         found.setdefault(asked, "")
     return found
+
+
+def _of_profile(run: Run, evaluation: Evaluation) -> bool | None:
+    """Return whether this installation built the snapshot that judged of the profile's own source;
+    None where a first champion may be judged on any: no token of a team submitted the run."""
+    key = digest_of(run.run_id)
+    record = run.retry(lambda: run.coordinator.ledger_get(SUBMITTERS, key))
+    if record is None or not record.output.get(OF_TEAM):
+        return None
+    data, judged = run.runtime.profile.data, load_snapshot(evaluation.snapshot_url, run.store)
+    return sealed.referred(run, "exam", judged.digest) == exam_of(data.source, data, judged)
 
 
 def bundle(

@@ -256,11 +256,12 @@ def require_base(
     if profile.training.code_ref:
         return
     url, context = published_url(run, model_id, version), profile.model.context
-    asked = digest_of([url, snapshot_url, context, profile.training.model_dump(mode="json")])
+    training, data = profile.training, profile.data
+    dumped = [each.model_dump(mode="json") for each in (training, data)]
+    asked = digest_of([url, snapshot_url, context, *dumped])
     if asked not in run.checked:  # a lifecycle has asked before its training does
-        check_base(
-            url, run.store, profile.training, context, load_snapshot(snapshot_url, run.store)
-        )
+        snapshot = load_snapshot(snapshot_url, run.store)
+        check_base(url, run.store, training, data, context, snapshot)
         run.checked.add(asked)
 
 

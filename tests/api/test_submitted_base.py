@@ -26,6 +26,8 @@ WEIGHTS = "model.safetensors"
 INDEX = '{"weight_map": {"a": "b.safetensors"}}'
 MASK = "model.layers.0.attention.bias"  # of old GPT-NeoX files: nothing reads it
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
+PROJECTION = "model.layers.1.mlp.up_proj.weight"
+NEOX = "gpt_neox.embed_in.weight (and 9 more)"
 
 
 SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -39,11 +41,24 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "rows": (lambda d: config(d, vocab_size=300), f"{EMBEDDING} [257, 32]"),
     "layers": (lambda d: config(d, num_hidden_layers=3), "2 layers"),
     "dtypes": (lambda d: weights(d, lambda t: t.update({NORM: t[NORM].half()})), "F16, F32"),
+    "architecture": (lambda d: config(d, model_type="gpt_neox", architectures=None), NEOX),
+    "tensor": (lambda d: weights(d, lambda t: t.pop(PROJECTION)), f"{PROJECTION} (and 0 more)"),
     "index": (lambda d: (d / f"{WEIGHTS}.index.json").write_text(INDEX), "no b.safetensors"),
     "pickled": (lambda d: (d / "pytorch_model.bin").write_bytes(b"x"), "pytorch_model.bin"),
     "not JSON": (lambda d: (d / "config.json").write_text("{"), "not JSON"),
     "cut short": (lambda d: (d / WEIGHTS).write_bytes(b"\x10\0\0"), WEIGHTS),
 }  # fmt: skip
+
+
+ASKED: dict[str, tuple[dict[str, str], str]] = {
+    "defaults": ({"training.lora.r": "2"}, ""),
+    "all": ({"training.lora.target_modules": "all-linear"}, ""),
+    "end of a name": ({"training.lora.target_modules": "mlp.up_proj"}, ""),
+    "no layer": ({"training.lora.target_modules": "nope"}, "nope linear layers: down_proj"),
+    "no end": ({"training.lora.target_modules": "proj"}, "proj linear layers: down_proj"),
+    "output": ({"training.lora.target_modules": "lm_head"}, "lm_head linear layers: down_proj"),
+    "data": ({"training.dpo.beta": "0.1"}, "training.dpo and text"),
+}
 
 
 @pytest.mark.parametrize("name", list(SPOILT))
@@ -62,12 +77,17 @@ def test_a_base_that_the_job_cannot_train_is_refused_at_submission(
         made, f"s3://paceline/models/llama/{version}", model_id="llama", version=version,
         store=s3.store(), link_mbit=100, allow_older=True,
     )  # fmt: skip
+    refused(at, version, {}, "" if name == "sound" else words)
+
+
+def refused(at: Any, version: str, parameters: dict[str, Any], words: str) -> None:
+    """Submit; the answer is one line with ``words``, or the job where there are none."""
     body = {
         "model_id": "llama", "version": version, "dataSnapshot": at.snapshot.url,
-        "parameters": {"model.context": 32},
+        "parameters": {"model.context": 32} | parameters,
     }  # fmt: skip
     answer = call(at, "POST", JOBS, at.nlp, json=body)
-    if name == "sound":
+    if not words:
         assert answer.status_code == 201, answer.text
         return
     assert answer.status_code == 422, answer.text
@@ -76,3 +96,18 @@ def test_a_base_that_the_job_cannot_train_is_refused_at_submission(
     assert words in said
     assert "\n" not in said
     assert "/tmp" not in answer.text, "the version is named, and no copy of it"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_settings_that_do_not_fit_the_base_are_refused_at_submission(
+    at: Any, s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    monkeypatch.setattr(jobs, "_require_room", lambda *_: None)  # no node is there
+    made = write_model(family, tmp_path / "model", vocab_size=257)
+    publish_model(
+        made, f"s3://paceline/models/llama/{family}", model_id="llama", version=family,
+        store=s3.store(), link_mbit=100, allow_older=True,
+    )  # fmt: skip
+    for name, (parameters, words) in ASKED.items():
+        if family == "llama" or name in ("defaults", "all", "data"):
+            refused(at, family, parameters, words)

@@ -245,6 +245,9 @@ def test_a_flow_ends_with_what_it_made_and_the_next_command() -> None:
         lines = ends("distribute.distribute_model", {}, **moved, activate=switched)
         assert lines[1] == f"next:     paceline {then}"
     assert judged[1] == "next:     paceline promote org/m --report run-1"
+    asked = {"model_id": "org/m", "version": "1", "snapshot_url": url, "evaluate_on": url}
+    trained = ends("train.train_model", asked, export_url="s3://b/e")
+    assert trained[1] == "next:     paceline promote org/m --report run-1", "it is judged"
     assert ends("train.train_model", {}) == [], "the ledger dropped it"
 
 

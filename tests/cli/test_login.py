@@ -442,6 +442,8 @@ def test_what_a_client_may_not_have_a_flow_read_is_refused(
     one_line(paceline("snapshot", "texts"), 2, "names its data by URL", "wanted s3://bucket/prefix")
     other = ("train", "m", "1", "--snapshot", "s3://elsewhere/x")
     one_line(paceline(*other), 77, "not a source", "s3://elsewhere/x")
+    judged = (*TRAIN, "--evaluate-on", "s3://elsewhere/y")
+    one_line(paceline(*judged), 77, "not a source", "s3://elsewhere/y")
     for words, said in REFUSED_SETTINGS.items():
         one_line(paceline(*TRAIN, "--set", words), 2, *said)
     assert prefect.started == []
@@ -459,7 +461,7 @@ REFUSED_SETTINGS = {
 def test_a_training_has_settings_of_its_own(person: Served, prefect: Prefect) -> None:
     prefect.state, prefect.started = "COMPLETED", []
     own = ("training.lora.r=8", "training.learning_rate=3e-4", "data.batching=packed")
-    given_words = ("--ranks", "4", "--purpose", "speech")
+    given_words = ("--ranks", "4", "--purpose", "speech", "--evaluate")
     done = paceline(*TRAIN, *given_words, *(word for each in own for word in ("--set", each)))
     assert done.returncode == 0, done.stderr
     given = prefect.started[0]["parameters"]
@@ -467,6 +469,9 @@ def test_a_training_has_settings_of_its_own(person: Served, prefect: Prefect) ->
     assert (given["ranks"], given["purpose"]) == (4, "speech")
     wanted = {"training.lora.r": 8, "training.learning_rate": 3e-4, "data.batching": "packed"}
     assert given["settings"] == wanted
+    assert given["evaluate_on"] == given["snapshot_url"] == "s3://paceline/data/x"
+    done = paceline(*TRAIN, "--evaluate-on", "s3://paceline/data/y")
+    assert prefect.started[1]["parameters"]["evaluate_on"] == "s3://paceline/data/y", done.stderr
 
 
 def test_a_flow_run_that_is_not_ours_is_not_shown(

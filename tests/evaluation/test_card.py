@@ -48,7 +48,8 @@ def test_it_names_data_figures_and_how_to_reproduce_them() -> None:
         "pipeline_tag": "text-generation",
         "tags": ["paceline"],
     }
-    for said in ("Licence: acme-terms.", "40 steps on 2 ranks", "f" * 64, "paceline reproduce RUN"):
+    again = f"\npaceline reproduce {trained().job_id}\n"
+    for said in ("Licence: acme-terms.", "40 steps on 2 ranks", "f" * 64, again):
         assert said in card
     candidate = passing().score("candidate")
     assert candidate is not None

@@ -91,6 +91,15 @@ def test_the_metrics_of_a_run_hold_what_its_result_says(state: Path) -> None:
     assert not registry.history(registry.find_run(OLD), "cost/total")
 
 
+def test_a_training_is_reproduced_by_the_id_in_its_models_card(state: Path) -> None:
+    found = paceline("reproduce", "job-a", "--check", "--state", state)
+    assert "run has no finished training of its own: got" in found.stderr, found.stderr
+    assert f"at {NEW}" in found.stderr, "the first run with its result, of which no files are here"
+    lacking = paceline("reproduce", "job-zz", "--check", "--state", state)
+    assert "no run recorded a result of this training: got job-zz" in lacking.stderr
+    assert (found.returncode, lacking.returncode) == (1, 1)
+
+
 def test_the_list_counts_a_result_once_and_names_what_has_no_price(state: Path) -> None:
     answer = asked(state)
     prices = {each["run_id"]: each["total"] for each in answer["trainings"]}

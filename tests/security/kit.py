@@ -101,8 +101,8 @@ class Rest:
         headers = {"Authorization": f"Bearer {token}"}
         return self.client.request(method, path, headers=headers, json=body)
 
-    def person(self, name: str, *scopes: str) -> str:
-        body = {"name": name, "scopes": scopes}
+    def person(self, name: str, *scopes: str, **bound: str) -> str:
+        body = {"name": name, "scopes": scopes, **bound}
         return str(self.call("POST", "/tokens", self.owner, body).json()["token"])
 
     def join_token(self, worker_id: str, **more: object) -> str:

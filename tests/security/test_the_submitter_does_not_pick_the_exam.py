@@ -3,6 +3,7 @@ does not choose the data that a candidate is judged on."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,20 +13,22 @@ from typing import Any, cast
 import pytest
 
 from paceline.cli.doctor import checks
-from paceline.config import DataSettings, Endpoints, GateSettings, Policy
-from paceline.schemas import GateDecision
+from paceline.config import DataSettings, Endpoints, GateSettings, Policy, Profile
+from paceline.schemas import OF_TEAM, SUBMITTERS, GateDecision, digest_of
 from paceline.storage import DiskStore
 from paceline.tasks import promote
 from paceline.tasks._support import sealed
 from paceline.tasks._support.run import Run, StageResult
-from paceline.tasks.prepare import build_data_snapshot
+from paceline.tasks.prepare import build_data_snapshot, exam_of
 from tests.evaluation.reports import LINEAGE, SNAPSHOT
 from tests.registry.bundles import make_evidence
+from tests.security.kit import Rest
 from tests.security.test_a_forged_report_is_refused import BASE, Bucket, judged, run_of
 from tests.support.hugging_face import CHATML, write_tokenizer
 
 CHECK = "snapshot that may judge"
 OF_BEFORE = "8" * 64
+RUN = "run-20261120-153600-9f3a1c"
 SETTINGS = DataSettings(held_out_share=0.3, purpose="tests", project="tests")
 
 
@@ -45,6 +48,7 @@ def decided(
     evidence = make_evidence("bytelm", "1").model_copy(update=of)
     champion = SimpleNamespace(evidence=evidence, source_url="s3://m/3", manifest_digest=BASE)
     run.__dict__["mlflow_run"] = "1"
+    run.__dict__.setdefault("coordinator", SimpleNamespace(ledger_get=lambda *_: None))
     run.__dict__["registry"] = SimpleNamespace(
         champion=lambda _: None if judged_before is None else champion,
         log_metrics=lambda *_: None,
@@ -70,6 +74,45 @@ def test_another_snapshot_than_the_champions_is_refused(monkeypatch: pytest.Monk
     assert decided(run, monkeypatch, OF_BEFORE, judged_on=(SNAPSHOT,)).passed
     (reason,) = decided(run, monkeypatch, SNAPSHOT, judged_on=("s3://b/held-out",)).reasons
     assert reason.startswith(f"{CHECK}: got ")
+
+
+@pytest.mark.parametrize("of_team", [True, False, None])
+@pytest.mark.parametrize("source", ["stdlib", "s3://b/easy"])
+def test_a_team_does_not_choose_what_judges_its_first_champion(
+    monkeypatch: pytest.MonkeyPatch, of_team: bool | None, source: str
+) -> None:
+    run = run_of(Bucket())
+    built: Any = SimpleNamespace(
+        digest=SNAPSHOT, is_masked=False, record=SimpleNamespace(skipped=0)
+    )
+    monkeypatch.setattr(promote, "load_snapshot", lambda *_: built)
+    sealed.note(run, "exam", SNAPSHOT, exam_of(source, run.runtime.profile.data, built))
+    output = {"tokens": {"f" * 16: "ann"}} | ({} if of_team is None else {OF_TEAM: of_team})
+    record = SimpleNamespace(output=output)
+    run.__dict__["coordinator"] = SimpleNamespace(ledger_get=lambda *_: record)
+    decision = decided(run, monkeypatch, None)
+    assert decision.passed is (source == "stdlib" or not of_team), decision.reasons
+    if not decision.passed:
+        (reason,) = decision.reasons
+        assert reason.startswith(f"{CHECK}: got {SNAPSHOT}, wanted for a team's first champion")
+        assert decided(run, monkeypatch, None, judged_on=(SNAPSHOT,)).passed
+        assert decided(run, monkeypatch, SNAPSHOT).passed, "a champion's successor"
+
+
+@pytest.mark.parametrize("bound", [{"team": "nlp"}, {"project": "search"}, {}], ids=str)
+def test_the_coordinator_records_that_a_team_submitted_a_run(
+    tmp_path: Path, bound: dict[str, str]
+) -> None:
+    profile = Profile.model_validate({"security": {"failures_per_minute": 1e9}})
+    endpoints = Endpoints(prefect_api_url="http://127.0.0.1:9/api")
+    with contextlib.closing(Rest(tmp_path / "state", profile=profile, endpoints=endpoints)) as rest:
+        free, ann = rest.person("bob", "deploy"), rest.person("ann", "deploy", "train", **bound)
+        body = {"flow": "promote-model", "run_id": RUN, "parameters": {"model_id": "m"}}
+        for token in (ann, free):  # who comes later does not free the run
+            rest.call("POST", "/flows", token, body)
+        record = rest.call("GET", f"/ledger/{SUBMITTERS}/{digest_of(RUN)}", rest.owner).json()
+    assert sorted(record["output"]["tokens"].values()) == ["ann", "bob"]
+    assert record["output"][OF_TEAM] is bool(bound)
 
 
 @pytest.mark.parametrize(("exam", "passes"), [("a" * 64, True), ("b" * 64, False), ("", False)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,6 +23,7 @@ from paceline.tasks._support.run import Run
 from paceline.tasks._support.scores import recorded_besides
 from tests.evaluation.test_tasks import CHOICE, write_tasks
 from tests.security.test_a_forged_report_is_refused import Bucket, run_of
+from tests.support.hugging_face import write_tokenizer
 
 WEIGHTS = {"candidate": 400_000_000, "champion": 200_000_000}
 
@@ -86,7 +88,9 @@ def test_published_tasks_are_read_before_a_node_is_busy(run: Run, tmp_path: Path
         judging.published_tasks(run)
 
 
-def test_a_base_without_a_chat_template_is_refused_before_a_node_is_busy(tmp_path: Path) -> None:
+def test_a_base_without_a_chat_template_that_works_is_refused_before_a_node_is_busy(
+    tmp_path: Path,
+) -> None:
     evaluation = EvaluationSettings(tasks="./tasks", tasks_as_chat=True)
     profile = load_profile("local", {}).model_copy(update={"evaluation": evaluation})
     run = cast(
@@ -95,15 +99,21 @@ def test_a_base_without_a_chat_template_is_refused_before_a_node_is_busy(tmp_pat
             store=DiskStore(), runtime=SimpleNamespace(profile=profile, state_dir=tmp_path)
         ),
     )
-    base, config = tmp_path / "base", tmp_path / "base" / "tokenizer_config.json"
-    base.mkdir()
-    for content, fits in (("", False), ("{}", False), ('{"chat_template": "{{ x }}"}', True)):
-        if content:
-            config.write_text(content)
-        with nullcontext() if fits else pytest.raises(InvalidInput, match="no chat template"):
+    base = write_tokenizer(tmp_path / "base", ["a text"], template=None)
+    template = base / "chat_template.jinja"
+    for content, words in (
+        (None, "no chat template"),
+        ("{{ messages[0].content }}", ""),
+        ("{{ raise_exception('no users') }}", "no users.*Publish the base with a template that"),
+        ("{% for", "not a chat template.*Publish the base"),
+    ):
+        if content is not None:
+            template.write_text(content)
+        with pytest.raises(InvalidInput, match=words) if words else nullcontext():
             judging.require_judgeable(run, profile, "s3://b/s", base.as_uri())
-    config.unlink()
-    (base / "chat_template.jinja").write_text("{{ x }}")
+    config = base / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": "{{ x }}"}))
+    template.unlink()
     judging.require_judgeable(run, profile, "s3://b/s", base.as_uri())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,15 +20,17 @@ from paceline.errors import InvalidInput, PacelineError, PermanentError
 from paceline.flows import lifecycle, train
 from paceline.manifest import build_manifest, write_manifest
 from paceline.manifest.publish import record_not_finite
-from paceline.models import config_for, new_model, save_model
+from paceline.models import config_for, file_sha256, new_model, save_model
 from paceline.storage import DiskStore
 from paceline.tasks._support.run import Run
 from paceline.tasks.train import require_base
 from paceline.training import base_check
 from tests.support.hugging_face import (
+    CHATML,
     change_config as config,
     change_weights as weights,
     write_model,
+    write_tokenizer,
 )
 
 WITHOUT = """
@@ -48,7 +51,9 @@ lora = {"training.lora.target_modules": "q_proj"}
 for more in ({}, {"training.mesh.tp": "3", "training.ranks": "3"}, lora):
     profile = load_profile("local", {"model.context": "32"} | more)
     try:
-        check_base(model, store, profile.training, 32, load_snapshot(snapshot, store))
+        check_base(
+            model, store, profile.training, profile.data, 32, load_snapshot(snapshot, store)
+        )
         print("passed")
     except PacelineError as error:
         print(error.one_line())
@@ -57,13 +62,24 @@ for more in ({}, {"training.mesh.tp": "3", "training.ranks": "3"}, lora):
 WEIGHTS, NORM = "model.safetensors", "model.norm.weight"
 
 
-def ours(directory: Path) -> None:
+def ours(directory: Path, *, context: int = 32, **changes: Any) -> None:
     for each in directory.iterdir():
         each.unlink()
-    made = config_for(20_000, 32)
+    made = config_for(20_000, context, **changes)
     save_model(new_model(made, 1), made, directory)
 
 
+ANSWERS = {"chat": {"completion": "it is"}, "pairs": {"chosen": "it is", "rejected": "what"}}
+DPO = {"training.dpo.beta": "0.1"}
+TALKS: dict[str, tuple[str, dict[str, str], str]] = {
+    "chat": ("chat", {}, ""),
+    "pairs": ("pairs", DPO, ""),
+    "DPO on chat": ("chat", DPO, r"got training\.dpo and conversations"),
+    "pairs without DPO": ("pairs", {}, r"got pairs without training\.dpo"),
+    "windows": ("chat", {"data.batching": "windows"}, r"Set data\.batching=packed"),
+    "longer": ("chat", {"model.context": "16"}, "a conversation is longer than a row"),
+}
+COLUMNS = {"data.columns": "2"}
 LORA = {"training.lora.target_modules": "nope"}
 CASES: dict[str, tuple[Callable[[Path], object], dict[str, str], str]] = {
     "sound": (lambda _: None, {}, ""),
@@ -78,6 +94,8 @@ CASES: dict[str, tuple[Callable[[Path], object], dict[str, str], str]] = {
     "tensor": (lambda path: weights(path, lambda t: t.pop(NORM)), {}, f"got {NORM}"),
     "tokenizer": (lambda path: (path / "tokenizer.json").write_text("{}"), {}, "tokenizer"),
     "cut short": (lambda path: (path / WEIGHTS).write_bytes(b"\x10\0\0"), {}, WEIGHTS),
+    "columns": (lambda _: None, {"training.batch_sequences": "5"} | COLUMNS, "divide"),
+    "ours, no DPO": (ours, {"training.dpo.beta": "0.1"}, "got training.dpo and text"),
     "pickled": (lambda path: (path / "pytorch_model.bin").touch(), {}, "pytorch_model.bin"),
 }
 
@@ -88,6 +106,47 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
     for number in range(8):
         (root / f"{number}.txt").write_text(f"line {number}\n" * 100)
     return build_snapshot(str(root), (root / "built").as_uri(), DataSettings(), DiskStore())
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """Return a tokenizer's file, and URLs of conversations and of pairs that it tokenised."""
+    root, urls = tmp_path_factory.mktemp("talks"), {}
+    write_tokenizer(root, ["what is it, and what it is"], 290, template=CHATML, end="<|im_end|>")
+    for kind, answers in ANSWERS.items():
+        rows = [{"key": f"{n}", "prompt": f"what is {n}?", **answers} for n in range(20)]
+        source, tokenizer = root / f"{kind}.jsonl", root / "tokenizer.json"
+        source.write_text("".join(json.dumps(each) + "\n" for each in rows))
+        settings = DataSettings(format="jsonl", tokenizer=str(tokenizer))
+        urls[kind] = build_snapshot(
+            str(source), (root / kind).as_uri(), settings, DiskStore()
+        ).url  # fmt: skip
+    return tokenizer, urls
+
+
+@pytest.mark.parametrize("layout", ["ours", "transformers"])
+@pytest.mark.parametrize("name", list(TALKS))
+def test_conversations_that_do_not_fit_the_way_are_found_without_torch(
+    talks: tuple[Path, dict[str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    layout: str,
+) -> None:
+    (kind, changed, words), (tokenizer, urls) = TALKS[name], talks
+    size = int(changed.get("model.context", 256))
+    base = write_model(
+        "llama", tmp_path / "models/base/v1", vocab_size=290, max_position_embeddings=256
+    )
+    if layout == "ours":
+        ours(base, context=size, vocabulary=290, tokenizer_digest=file_sha256(tokenizer))
+    else:
+        (base / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    monkeypatch.setattr(base_check, "is_installed", lambda _: False)  # as on the coordinator
+    defaults = {"data.batching": "bucketed", "model.context": "256"}
+    profile = load_profile("local", defaults | changed)
+    with pytest.raises(InvalidInput, match=words) if words else nullcontext():
+        require_base(run_of(tmp_path), profile, "base", "v1", urls[kind])
 
 
 def run_of(root: Path) -> Any:
@@ -168,10 +227,10 @@ def test_a_base_is_checked_once_in_a_run(
     asked: list[Any] = []
     monkeypatch.setattr("paceline.tasks.train.check_base", lambda *given: asked.append(given))
     run = run_of(tmp_path)
-    settings: list[dict[str, str]] = [{}, {}, {"training.steps": "7"}, {"model.context": "32"}, {}]
-    for each in settings:
+    packed = {"data.batching": "packed"}
+    for each in ({}, {}, {"training.steps": "7"}, {"model.context": "32"}, packed, {}):
         require_base(run, load_profile("local", each), "base", "v1", snapshot.url)
-    assert len(asked) == 3, "the same base, data and settings are not asked again"
+    assert len(asked) == 4, "the same base, data and settings are not asked again"
 
 
 @pytest.mark.parametrize("flow", [train, lifecycle], ids=["train", "lifecycle"])

@@ -52,6 +52,7 @@ from paceline.schemas import (
     APPROVAL_REQUEST,
     FLOW_PARAMETERS,
     MODEL_ID,
+    OF_TEAM,
     SUBMITTERS,
     Approval,
     ApprovalList,
@@ -200,12 +201,14 @@ def make_flow_router(
 
 
 def note_submitter(coordinator: Coordinator, run_id: str, *, unless_known: bool = False) -> None:
-    """Record the caller as one of those who submitted ``run_id``."""
-    known = submitters(coordinator, run_id)
-    caller = current_caller()
+    """Record the caller as one of those who submitted ``run_id``, and whether one is of a team."""
+    key, caller = digest_of(run_id), current_caller()
+    known, record = submitters(coordinator, run_id), coordinator.stage(SUBMITTERS, key)
     if caller.token_id not in known and not (known and unless_known):
+        bound = caller.team is not None or caller.project is not None
+        of_team = bound or (record is not None and bool(record.output.get(OF_TEAM)))
         names = known | {caller.token_id: caller.name}
-        _keep(coordinator, SUBMITTERS, digest_of(run_id), run_id, {"tokens": names})
+        _keep(coordinator, SUBMITTERS, key, run_id, {"tokens": names, OF_TEAM: of_team})
 
 
 def submitters(coordinator: Coordinator, run_id: str) -> dict[str, str]:
@@ -365,6 +368,7 @@ def _require_allowed(call: StartFlow, profile: Profile, allow: Callable[[str], o
         Sweep.of({**_object(call, "search"), **call.parameters, "search": None}).check(profile)
     features = reading.get("features") or []
     named = [call.parameters.get(each) for each in SOURCES]
+    named.append(call.parameters.get("evaluate_on") or None)  # "": the result is not judged
     named += [reading.get("tokenizer"), *(features if isinstance(features, list) else [features])]
     for each in named:
         if each in (None, "stdlib", "bytes"):

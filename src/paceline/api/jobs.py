@@ -390,12 +390,15 @@ def _require_base(spec: SubmitJob, runtime: Runtime, snapshot: Snapshot) -> None
     from paceline.training import check_base
 
     profile = with_job_settings(runtime.profile, spec.settings)
-    if spec.code_ref or profile.training.code_ref:
+    training = profile.training
+    if spec.code_ref or training.code_ref:
         return
     url = f"{runtime.models_url}/{spec.model_id}/{spec.version}"
     store = ObjectStore.from_runtime(runtime)
     try:
-        check_base(url, store, profile.training, profile.model.context, snapshot, builds=False)
+        check_base(
+            url, store, training, profile.data, profile.model.context, snapshot, builds=False
+        )
     except PermanentError as error:  # CorruptData and SourceMissing, too: it is this request
         raise error.as_kind(InvalidInput) from error
 

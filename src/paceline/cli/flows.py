@@ -156,6 +156,7 @@ OUTCOMES = {
         "a candidate at {export_url}",
         "evaluate {model_id} --base {version} --trained {run_id} --snapshot {snapshot_url}",
     ),
+    "judged": ("a candidate at {export_url}", "promote {model_id} --report {run_id}"),
     "evaluate_model": ("report {report_digest}", "promote {model_id} --report {run_id}"),
     "promote_model": (
         "{registry[model_id]} {published[version]} is {registry[alias]}",
@@ -182,6 +183,8 @@ def made_and_next(flow: str, given: Mapping[str, Any], result: FlowAnswer) -> li
     answer = {**given, **result.model_dump(mode="json")}
     if name == "distribute_model" and answer.get("activate") is None:
         name = "staged"
+    if given.get("evaluate_on") and not any("is not judged" in each for each in result.notes):
+        name = "judged"
     made, then = OUTCOMES.get(name, ("", ""))
     try:
         lines = [f"made:     {made}", f"next:     paceline {then}"] if made else []
@@ -232,7 +235,7 @@ def require_inputs(runtime: Runtime, given: Mapping[str, Any]) -> None:
         version = None  # the one to be published
     if model_id and version:
         fetch_allowed_manifest(f"{runtime.models_url}/{model_id}/{version}", runtime)
-    if snapshot_url := given.get("snapshot_url"):
+    for snapshot_url in filter(None, (given.get("snapshot_url"), given.get("evaluate_on"))):
         from paceline.data import load_snapshot
 
         load_snapshot(snapshot_url, ObjectStore.from_runtime(runtime))

@@ -82,6 +82,12 @@ deadline_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 team_option = click.option("--team", default="", help="Whose quota it counts against.")
 project_option = click.option("--project", default="", help="Whose data and costs these are.")
+evaluate_option = click.option(
+    "--evaluate", is_flag=True, help="Judge the result on the snapshot's held-out split."
+)
+evaluate_on_option = click.option(
+    "--evaluate-on", default="", metavar="URL", help="Judge it on this snapshot's."
+)
 purpose_option = click.option(
     "--purpose", default="", help="What the data are used for (default: the profile's)."
 )

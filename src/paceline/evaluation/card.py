@@ -78,10 +78,10 @@ def model_card(
         "",
         "## Reproduce",
         "",
-        "On the installation that trained it, with the run that MLflow shows for the job:",
+        "On the installation that trained it:",
         "",
         "```",
-        "paceline reproduce RUN",
+        f"paceline reproduce {trained.job_id}",
         "```",
     ]
     return "\n".join(lines) + "\n"

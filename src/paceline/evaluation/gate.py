@@ -15,7 +15,8 @@ Missing evidence counts against the candidate and is listed. The rules:
   copies with a changed header, are at most ``max_overlap`` of them.
 - *rows of tasks*: likewise at most ``max_overlap`` of each task's rows lie there, as a copy or not.
 - *the same exam*: a snapshot that ``judged_on`` names judges; without that, the one that judged the
-  champion, or another release of its source with the same held-out split.
+  champion, or another release of its source with the same held-out split; of a team's first
+  champion, a release of the profile's source.
 - *tasks*: the lower end of each interval is at least what ``min_tasks`` says, and no task's
   interval of candidate − champion (without one: − base) is wholly below −``max_task_regression``.
 - *metrics of user code*, of those that the policy names: the lower end is at least what
@@ -78,6 +79,7 @@ def decide(
     lineage: Mapping[str, str | None],
     judged_on: str = "",
     judges: Mapping[str, str] = MappingProxyType({}),
+    of_profile: bool | None = None,
 ) -> GateDecision:
     """Return the decision on ``report``'s "candidate" under ``policy``, with one entry for every
     check and the policy's digest.
@@ -85,7 +87,8 @@ def decide(
     ``champion`` is the name under which the champion was evaluated, None where there is none yet;
     ``lineage`` must have every key of ``LINEAGE``; ``judged_on`` is the URL of the report's
     snapshot; ``judges`` are the digests that may judge where the policy names none, with their URLs
-    where these are known; empty: any.
+    where these are known; empty: any. ``of_profile``: of a team's first champion, whether its
+    snapshot is of the profile's source, as it must be then.
     """
     candidate = report.score(CANDIDATE)
     facts = candidate or _NOTHING
@@ -155,7 +158,7 @@ def decide(
             lineage.get("snapshot_digest") or MISSING,
             report.snapshot_digest,
         ),
-        *_may_judge(policy.judged_on, judges, judged_on, report.snapshot_digest),
+        *_may_judge(policy.judged_on, judges, of_profile, judged_on, report.snapshot_digest),
         *_not_trained_on(report, lineage.get("training_snapshot_digest"), policy.max_overlap),
     ]  # fmt: skip
     return GateDecision(
@@ -166,8 +169,18 @@ def decide(
 
 
 def _may_judge(
-    allowed: Sequence[str], judges: Mapping[str, str], url: str, digest: str
+    allowed: Sequence[str],
+    judges: Mapping[str, str],
+    of_profile: bool | None,
+    url: str,
+    digest: str,
 ) -> list[GateCheck]:
+    if not allowed and of_profile is not None:
+        wanted = (
+            "for a team's first champion, one that this installation built of the profile's source "
+            "([data] source) with its settings, or one that the policy names (gate.judged_on)"
+        )
+        return [_check(EXAM, of_profile, digest, wanted)]
     if not allowed and judges:
         first, where = next(iter(judges.items()))
         wanted = (

@@ -17,7 +17,10 @@ from .config import (
     count_parameters as count_parameters,
     require_tokenizer as require_tokenizer,
 )
-from .description import require_described as require_described
+from .description import (
+    require_described as require_described,
+    require_tensors as require_tensors,
+)
 from .files import (
     CONFIG_FILE as CONFIG_FILE,
     DESCRIBING as DESCRIBING,

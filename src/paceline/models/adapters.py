@@ -20,13 +20,12 @@ from torch import Tensor, nn
 
 from paceline.config import LoraSettings
 from paceline.errors import InvalidInput
+from paceline.models.description import ALL_LINEAR, TARGETS, require_layers
 from paceline.models.transformer import output_layer
 from paceline.system import write_durably
 
 NAME = "default"  # peft's, of the only adapter
-ALL_LINEAR = "all-linear"
 WEIGHTS_FILE = "adapter_model.safetensors"  # peft's name
-WHERE = "training.lora.target_modules"
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def add_adapters(model: nn.Module, lora: LoraSettings, seed: int) -> Adapters:
             inject_adapter_in_model(config, model, NAME)
         except ValueError as error:
             got = str(error).split("\n")[0][:300]
-            raise InvalidInput("peft cannot adapt the model", got=got, where=WHERE) from error
+            raise InvalidInput("peft cannot adapt the model", got=got, where=TARGETS) from error
     initial = {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
     if is_empty:
         model.to("meta")
@@ -154,16 +153,15 @@ def _targets(model: nn.Module, lora: LoraSettings) -> list[str]:
         wanted = sorted({each.rsplit(".", 1)[-1] for each in linear})
     family = getattr(getattr(model, "config", None), "model_type", None)
     wanted = wanted or FAMILIES.get(family, [])
-    matched = [name for name in linear if _ends(name, wanted)]
-    absent = [each for each in wanted if not any(_ends(name, [each]) for name in linear)]
-    if absent or not wanted:
-        known = ", ".join(sorted({each.rsplit(".", 1)[-1] for each in linear}))
+    if not wanted:
         raise InvalidInput(
-            "no layer to adapt has this name" if wanted else "no default layers to adapt",
-            got=absent[0] if wanted else f"model_type {family!r}",
-            wanted=f"linear layers: {known}; or {ALL_LINEAR}",
-            where=WHERE,
+            "no default layers to adapt",
+            got=f"model_type {family!r}",
+            wanted=f"names of linear layers, or {ALL_LINEAR}",
+            where=TARGETS,
         )
+    require_layers(wanted, linear)
+    matched = [name for name in linear if _ends(name, wanted)]
     exact = all(name in matched for name, _ in model.named_modules() if _ends(name, wanted))
     return wanted if exact else matched
 

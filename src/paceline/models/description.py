@@ -1,21 +1,25 @@
-"""What can be checked of a directory in transformers' layout without torch: config, tokenizer, and
-the headers of its weights. ``Pretrained`` checks all of it, by building the model."""
+"""What can be checked of a model directory without torch: config, tokenizer, and the headers of its
+weights. ``Pretrained`` checks all of it, by building the model."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.config import LoraSettings
 from paceline.errors import CorruptData, InvalidInput
 from paceline.models.config import require_tokenizer
 from paceline.models.files import (
+    CONFIG_FILE,
     INDEX_FILE,
     TOKENIZER_FILE,
     file_sha256,
     read_index,
+    read_json,
     read_pretrained_config,
     weight_files,
 )
@@ -25,6 +29,24 @@ EMBEDDINGS = ("model.embed_tokens.weight", "gpt_neox.embed_in.weight")
 LAYER = re.compile(r"\blayers\.(\d{1,6})\.")
 MASK = re.compile(r"attention\.(masked_)?bias$").search  # of old GPT-NeoX files: not read
 SINGLE = "model.safetensors"
+PREFIX = re.compile(r"^(?:\w+\.)*?(?=layers\.|embed_|norm\.|final_layer_norm\.)")
+# model_type → its prefix, and the parts that each layer and the model around them have in a file
+OF_LLAMA = (
+    "model.",
+    "input_layernorm post_attention_layernorm self_attn.q_proj self_attn.k_proj self_attn.v_proj "
+    "self_attn.o_proj mlp.gate_proj mlp.up_proj mlp.down_proj",
+    "embed_tokens norm",
+)
+PARTS = {
+    "gpt_neox": (
+        "gpt_neox.",
+        "input_layernorm post_attention_layernorm attention.query_key_value attention.dense "
+        "mlp.dense_h_to_4h mlp.dense_4h_to_h",
+        "embed_in final_layer_norm",
+    ),
+}
+ALL_LINEAR = "all-linear"
+TARGETS = "training.lora.target_modules"
 MAX_HEADER_BYTES = 100_000_000  # that safetensors reads
 
 
@@ -57,6 +79,42 @@ def require_described(
             do="Set model.context: --set model.context=…",
         )
     _require_shapes(directory, raw, _tensors(directory), list(sizes.values()))
+
+
+def require_tensors(directory: Path, lora: LoraSettings | None) -> None:
+    """Raise InvalidInput where the weights in ``directory``, of ours or in transformers' layout,
+    lack a tensor that their family has, or a layer that ``lora`` names."""
+    raw, found = read_json(directory / CONFIG_FILE), _tensors(directory)
+    family, count = raw.get("model_type", "llama"), raw.get("num_hidden_layers")
+    prefix, parts, around = PARTS.get(family, OF_LLAMA)
+    layers = range(count if isinstance(count, int) else 0)
+    wanted = [f"layers.{number}.{part}" for number in layers for part in parts.split()]
+    known = {PREFIX.sub("", name) for name in found}
+    lacking = [each for each in (*around.split(), *wanted) if f"{each}.weight" not in known]
+    if lacking:
+        raise InvalidInput(
+            "weights lack tensors of the architecture",
+            got=f"{prefix}{lacking[0]}.weight (and {len(lacking) - 1} more)",
+            wanted=f"the tensors of model_type {family}",
+            where=directory,
+        )
+    if lora is not None and list(lora.target_modules) != [ALL_LINEAR]:
+        matrices = [name for name in found if len(found[name].get("shape", ())) == 2]
+        linear = [each.removesuffix(".weight") for each in matrices if LAYER.search(each)]
+        require_layers(lora.target_modules, linear)
+
+
+def require_layers(wanted: Iterable[str], linear: Collection[str]) -> None:
+    """Raise InvalidInput where no name of ``linear`` layers ends with one of ``wanted``."""
+    for each in wanted:
+        if not any(f".{name}".endswith(f".{each}") for name in linear):
+            known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in linear}))
+            raise InvalidInput(
+                "no layer to adapt has this name",
+                got=each,
+                wanted=f"linear layers: {known}; or {ALL_LINEAR}",
+                where=TARGETS,
+            )
 
 
 def _require_shapes(

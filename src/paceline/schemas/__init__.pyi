@@ -83,6 +83,7 @@ from .clients import (
     FLOW_PARAMETERS as FLOW_PARAMETERS,
     FLOW_RESULT as FLOW_RESULT,
     INTERRUPTED as INTERRUPTED,
+    OF_TEAM as OF_TEAM,
     SUBMITTERS as SUBMITTERS,
     ApprovalList as ApprovalList,
     ApprovalRequest as ApprovalRequest,

@@ -40,6 +40,7 @@ FLOW_PARAMETERS: dict[str, frozenset[str]] = {
             "snapshot_url",
             "labels",
             "continue_from",
+            "evaluate_on",
             "steps",
             "ranks",
             "learning_rate",
@@ -131,6 +132,7 @@ class FlowRunView(Record):
 APPROVAL_REQUEST = "approval-request"
 APPROVAL = "approval"
 SUBMITTERS = "submitters"
+OF_TEAM = "of_team"  # in the last: whether one of them has a token of a team or project
 
 
 class ApprovalRequest(Record):

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from paceline.config import TrainingSettings
+from paceline.config import DataSettings, TrainingSettings
 from paceline.data import Snapshot, SnapshotRecord
 from paceline.errors import PacelineError, ServiceUnavailable, from_record, to_record
 from paceline.extras import is_installed
@@ -26,9 +26,11 @@ from paceline.models import (
     is_pretrained,
     read_config,
     require_described,
+    require_tensors,
     require_tokenizer,
 )
 from paceline.storage import ObjectInfo, ObjectStore
+from paceline.training.launcher import require_batches, require_tokens
 from paceline.training.loop import require_pretrained
 from paceline.training.parallel import MeshSpec, replicas_of, require_layout
 from paceline.training.user_code import check_in_process
@@ -46,17 +48,19 @@ def check_base(
     url: str,
     store: ObjectStore,
     settings: TrainingSettings,
+    data: DataSettings,
     context: int,
     snapshot: Snapshot,
     *,
     builds: bool = True,
 ) -> None:
     """Raise InvalidInput where ``settings`` cannot train the model that is published at ``url`` on
-    rows of ``context`` tokens of ``snapshot``.
+    rows of ``context`` tokens of ``snapshot``, batched as ``data`` say.
 
-    Checks config, tensor names, shapes and dtypes, tokenizer, mesh, and the layers that the
-    settings name. Checks nothing where the model is not published, and no layers unless it
-    ``builds`` the model, for which this machine has the libraries and seconds.
+    Checks config, tensor names and dtypes, tokenizer, mesh, layers of adapters, and that a batch's
+    rows hold the samples. Checks nothing where the model is not published, and shapes, plans of
+    transformers' models and names of parameters only if it ``builds`` the model, for which this
+    machine has the libraries and seconds.
     """
     found, until_s = store.list(url), time.monotonic() + DEADLINE_S
     if not any(each.url == f"{url}/{CONFIG_FILE}" for each in found):
@@ -84,16 +88,19 @@ def check_base(
             },
         }
         pretrained, vocabulary = is_pretrained(Path(directory)), snapshot.vocabulary
-        if pretrained:
-            with _named_as(directory, url):
+        with _named_as(directory, url):
+            if pretrained:
                 require_described(
                     Path(directory), context, vocabulary.sha256 or "", vocabulary.vocab_size
                 )
+            else:
+                context = _require_ours(Path(directory), settings, snapshot).context
+            require_tensors(Path(directory), settings.lora)
+        require_tokens(snapshot, data)
+        require_batches(snapshot, data, settings, context)
         needed = ["torch"] + ["transformers"] * pretrained + ["peft"] * (settings.lora is not None)
-        if not pretrained and not (builds and names_parts(settings)):
-            with _named_as(directory, url):
-                _require_ours(Path(directory), settings, snapshot)  # needs no torch
-        elif builds and all(is_installed(each) for each in needed):
+        builds = builds and (pretrained or names_parts(settings))
+        if builds and all(is_installed(each) for each in needed):
             shown = {directory: url}
             check_in_process(__name__, asked, "check of the base model", url, shown=shown)
 
@@ -167,7 +174,7 @@ def require_base(asked: dict[str, Any]) -> None:
         require_pretrained(found, settings, asked["context"], snapshot)
         require_targets(found, settings)
         return
-    require_targets(_require_ours(directory, settings, snapshot), settings)
+    require_targets(read_config(directory), settings)
 
 
 def _require_ours(directory: Path, settings: TrainingSettings, snapshot: Snapshot) -> ModelConfig:

@@ -363,7 +363,7 @@ def gate(runtime: Runtime) -> Iterator[Check]:
         yield warning(
             "gate",
             f"{', '.join(open_)}: judged_on is not set, so that who submits a model's first "
-            "champion chooses the data that it is judged on, and those after it",
+            "champion, other than for a team, chooses the data that judge it and those after it",
             "Name the snapshots with held-out data, or where they lie, in gate.judged_on.",
         )
 

@@ -19,6 +19,8 @@ import click
 
 from paceline.cli.commands import Sections
 from paceline.cli.options import (
+    evaluate_on_option,
+    evaluate_option,
     handling,
     job_settings,
     json_option,
@@ -60,7 +62,7 @@ HERE = "text model output checkpoints mlflow profile"
 SECTIONS = {
     "Training": "snapshot labels steps ranks continue_from run_id overrides",
     "On this machine": HERE,
-    "On an installation": "team project purpose state",
+    "On an installation": "evaluate evaluate_on team project purpose state",
 }
 
 
@@ -137,6 +139,8 @@ SECTIONS = {
     help="Log to this MLflow, too (http://…, sqlite:///…); '' for none.",
 )
 @functools.partial(profile_options, default="local")
+@evaluate_option
+@evaluate_on_option
 @team_option
 @project_option
 @purpose_option
@@ -158,6 +162,8 @@ def train(
     mlflow: str | None,
     profile: str,
     overrides: tuple[str, ...],
+    evaluate: bool,
+    evaluate_on: str,
     team: str,
     project: str,
     purpose: str,
@@ -178,8 +184,8 @@ def train(
     if model_id is None:
         refuse_typed(
             "On an installation", got="no MODEL_ID",
-            do="Training on this machine alone keeps everything below --output, and data have the "
-            "purpose and project of its profile: --set data.purpose=…",
+            do="Training on this machine alone keeps everything below --output, judges nothing, "
+            "and data have the purpose and project of its profile: --set data.purpose=…",
         )  # fmt: skip
         if str(output).startswith(("s3:/", "file:/")):
             raise InvalidInput(
@@ -207,11 +213,14 @@ def train(
     )  # fmt: skip
     from paceline.cli.flows import FlowCall
 
+    snapshot_url = or_last(snapshot, "url", state)
+    if judged_on := evaluate_on or (snapshot_url if evaluate else ""):
+        owner["evaluate_on"] = judged_on
     return FlowCall(state=state, run_id=run_id, as_json=as_json).run(
         "train.train_model",
         model_id=model_id,
         version=version,
-        snapshot_url=or_last(snapshot, "url", state),
+        snapshot_url=snapshot_url,
         labels=labels,
         continue_from=or_last(continue_from, "job_id", state) or None,
         steps=steps,
@@ -230,6 +239,8 @@ train_local = narrowed(
     """,
     model_id=None,
     version=None,
+    evaluate=False,
+    evaluate_on="",
     team="",
     project="",
     purpose="",

@@ -16,6 +16,8 @@ from pydantic import BaseModel
 from paceline.cli.commands import Group, Sections
 from paceline.cli.options import (
     SNAPSHOT,
+    evaluate_on_option,
+    evaluate_option,
     gang_options,
     job_settings,
     json_option,
@@ -86,8 +88,8 @@ def jobs() -> None:
 @purpose_option
 @click.option("--priority", type=click.IntRange(-100, 100), default=0, show_default=True,
               help="In the queue; the highest starts first.")  # fmt: skip
-@click.option("--evaluate", is_flag=True, help="Judge the result on the snapshot's held-out split.")
-@click.option("--evaluate-on", default="", metavar="URL", help="Judge it on this snapshot's.")
+@evaluate_option
+@evaluate_on_option
 @click.option("--budget", type=click.FloatRange(min=0), help="Pause the job when it has cost this.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="A setting.")
 @click.option("--key", "idempotency_key", help="The same key again finds the same job.")

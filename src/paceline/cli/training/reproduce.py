@@ -7,6 +7,7 @@ training without a server.
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from paceline.cli.options import json_option, state_option, whole_run_id
 from paceline.cli.training.output import JOB_FILE, METRICS_FILE, figures_in
 from paceline.config import Runtime, find_installation, load_runtime, require_here
 from paceline.errors import CorruptData, InvalidInput, NotFound, NotReady, NotReproducible
-from paceline.schemas import Reproduction
+from paceline.schemas import JOB_ID, Reproduction
 
 if TYPE_CHECKING:
     from paceline.schemas import RankEvent
@@ -35,8 +36,8 @@ RESULT_FILE = "result.json"
 def reproduce(run_id: str, check: bool, anyway: bool, state: Path | None, as_json: bool) -> int:
     """Train RUN's job again and compare each step's loss and the final weights, bit by bit.
 
-    RUN is a run of the installation, or the --output directory of a `paceline train` without one
-    (or its checkpoints/job-… where several were trained there).
+    RUN is a run of the installation or the job-… of its training, or the --output directory of a
+    `paceline train` without one (or its checkpoints/job-… where several were trained there).
 
     Exit code 0: bit-identical. 3: not, and the first step that differs is named. 4: nothing was
     trained, because code, libraries, machine, data or base model are not as they were.
@@ -48,7 +49,7 @@ def reproduce(run_id: str, check: bool, anyway: bool, state: Path | None, as_jso
         runtime, recorded = recorded_here(Path(run_id))
     else:
         runtime = _installation(state)
-        recorded = recorded_run(runtime, whole_run_id(runtime, run_id))
+        recorded = recorded_run(runtime, _run_of(runtime, run_id))
     store = open_store(runtime)
     if check:
         found = Reproduction(
@@ -82,6 +83,24 @@ def _installation(state: Path | None) -> Runtime:
             do="RUN is an installation's (see --state), or the output directory of a training "
             "without one: ./paceline-training.",
         ) from error
+
+
+def _run_of(runtime: Runtime, given: str) -> str:
+    """Return the run that ``given`` is or begins, or the first that recorded the result of the
+    training ``given`` (job-…); raises NotFound where none did."""
+    if not re.fullmatch(JOB_ID, given):
+        return whole_run_id(runtime, given)
+    from paceline.registry import Registry
+
+    done, _ = Registry.from_runtime(runtime).trainings()  # newest first
+    if not (runs := [each.run_id for each in done if each.job_id == given]):
+        raise NotFound(
+            "no run recorded a result of this training",
+            got=given,
+            where=runtime.endpoints.mlflow_url,
+            do="Name the run that trained it: MLflow lists them.",
+        )
+    return runs[-1]
 
 
 def is_directory(run: str) -> bool:

@@ -1,10 +1,12 @@
 from .admission import (
     MIB as MIB,
     admit as admit,
+    require_batches as require_batches,
     require_checkpoint as require_checkpoint,
     require_data as require_data,
     require_memory as require_memory,
     require_mesh as require_mesh,
+    require_tokens as require_tokens,
 )
 from .attempt import RankState as RankState
 from .driver import (

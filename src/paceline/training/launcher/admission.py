@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from paceline.config import TrainingSettings, load_runtime
+from paceline.config import DataSettings, TrainingSettings, load_runtime
 from paceline.data import Snapshot, Split, load_snapshot, require_purpose, require_readable
 from paceline.data.loading import require_allowed, require_runnable
 from paceline.errors import CorruptData, InvalidInput, InvalidSnapshot
@@ -90,40 +90,40 @@ def require_data(job: TrainJob, worker_id: str, snapshot: Snapshot) -> None:
     require_runnable(job.data.transform)
     config = _base_config(job, worker_id)
     # None: on another machine's disk, or a user's own model; each rank checks.
-    if config is not None and not snapshot.tokens:
+    if config is not None:
+        require_tokens(snapshot, job.data)
+        vocabulary = snapshot.vocabulary
+        require_tokenizer(config, vocabulary.sha256 or "", vocabulary.vocab_size)
+    directory = _base_directory(job, worker_id)
+    context = 0  # unknown: the model is on another machine's disk; each rank checks
+    if config is not None:
+        context = config.context
+    elif job.settings.code_ref or (directory is not None and is_pretrained(directory)):
+        context = task_size_of(job, load_runtime(job.state_dir).profile).context
+    require_batches(snapshot, job.data, job.settings, context)
+
+
+def require_tokens(snapshot: Snapshot, data: DataSettings) -> None:
+    """Raise InvalidSnapshot where a transformer has nothing to learn in ``snapshot``."""
+    if not snapshot.tokens:
         raise InvalidSnapshot(
             "snapshot has no tokens for a transformer",
             got=f"columns {', '.join(each.name for each in snapshot.columns)}",
             wanted="text or tokens",
             where=snapshot.url,
-            do="Name the text's field when it is built (data.text_field is "
-            f"{job.data.text_field!r}), or train a model of your own (code_ref).",
+            do=f"Name the text's field when it is built (data.text_field is {data.text_field!r}), "
+            "or train a model of your own (code_ref).",
         )
-    if config is not None:
-        vocabulary = snapshot.vocabulary
-        require_tokenizer(config, vocabulary.sha256 or "", vocabulary.vocab_size)
-    directory = _base_directory(job, worker_id)
-    of_others = directory is not None and is_pretrained(directory)
-    require_readable_batches(job, snapshot, config, of_others)
 
 
-def require_readable_batches(
-    job: TrainJob, snapshot: Snapshot, config: ModelConfig | None, of_others: bool
+def require_batches(
+    snapshot: Snapshot, data: DataSettings, settings: TrainingSettings, context: int
 ) -> None:
-    """Raise InvalidInput or InvalidSnapshot where the data cannot fill one batch; ``of_others``:
-    the base model is in transformers' layout."""
-    settings = job.settings
-    if config is not None:
-        context = config.context
-    elif settings.code_ref or of_others:
-        context = task_size_of(job, load_runtime(job.state_dir).profile).context
-    else:
-        context = 0  # unknown: the model is on another machine's disk; each rank checks
+    """Raise InvalidInput or InvalidSnapshot where the data cannot fill one batch of rows of
+    ``context`` tokens (0: unknown, which passes)."""
     splits: list[Split] = ["train", "held-out"] if settings.evaluate_every_steps else ["train"]
     rows, pairs = settings.batch_sequences, settings.dpo is not None
-    require_readable(
-        snapshot, job.data, context=context, global_batch=rows, splits=splits, pairs=pairs
-    )
+    require_readable(snapshot, data, context=context, global_batch=rows, splits=splits, pairs=pairs)
 
 
 def _base_directory(job: TrainJob, worker_id: str) -> Path | None:
