@@ -47,7 +47,7 @@ VIEWS = {
     "events": ("/fleet#view=overview", EVENTS, "//*[@id='events']//li"),
     "workers": ("/fleet#view=workers", "", "//*[@id='worker-list']//a[text()='node-5']"),
     "worker": ("/fleet#worker=node-3", "", "//*[@id='worker']//td[text()='acme-7b 2']"),
-    "jobs": ("/fleet#view=jobs", "", "//*[@id='job-list']//*[contains(text(), 'step 142')]"),
+    "jobs": ("/fleet#view=jobs", "", "//*[@id='job-list']//*[contains(text(), 'step 299')]"),
     "job": ("/fleet#job={job}", "", "//*[@id='job-log'][contains(., 'step 299')]"),
     "calls": ("/docs", "(//summary)[1]", "//details[@open]//pre"),
 }
@@ -104,7 +104,7 @@ def site(tmp_path: Path) -> Iterator[tuple[Served, str]]:
         end(client, bad, JobState.NEEDS_REVIEW, outcome="succeeded", review=passed_over, step=300)
         job = adopt(client, FLOW, name="chat-sft", team="nlp", resources={"ranks": 2}, seed=2, **of)
         services.run_id = job.run_id
-        run(client, job, 142)
+        run(client, job, 299)
         late = adopt(client, name="long-context", resources={"ranks": 6}, seed=1, **of)
         stack.enter_context(reporting(client, late.job_id, job.job_id))
         deploy(client, tmp_path, "2")

@@ -369,19 +369,21 @@ def run(client: CoordinatorClient, job: TrainingJob, step: int, *notes: str) -> 
     saved = JobCheckpoint(
         step=40, object_ref=f"s3://b/c/{DIGEST}", metrics={"loss": 2.3456789}, created_at=now
     )
-    ranks = [
-        JobRank(rank=rank, host=f"node-{rank}", state="running", last_heartbeat=now)
-        for rank in range(2)
-    ]
-    report = JobReport(
-        flow_run_id=FLOW, at=0, training_id="job-1", step=step, steps=300,
-        metrics={"loss": 2.123456789, "tokens_per_second": 12345.678}, checkpoints=(saved,),
-        workers=tuple(ranks), notes=notes, failures={"node-1": {"lost": 2, "failed": 26}},
-    )  # fmt: skip
 
     def runs() -> bool:
+        found = client.job(job.job_id).job
+        hosts = sorted(found.placement.hosts) if found.placement else ["node-0", "node-1"]
+        ranks = [
+            JobRank(rank=n, host=hosts[n % len(hosts)], state="running", last_heartbeat=now)
+            for n in range(2)
+        ]
+        report = JobReport(
+            flow_run_id=FLOW, at=0, training_id="job-1", step=step, steps=300,
+            metrics={"loss": 2.123456789, "tokens_per_second": 12345.678}, checkpoints=(saved,),
+            workers=tuple(ranks), notes=notes, failures={"node-1": {"lost": 2, "failed": 26}},
+        )  # fmt: skip
         client.report_job(job.job_id, report)
-        return client.job(job.job_id).job.state is JobState.RUNNING
+        return found.state is JobState.RUNNING
 
     wait_until(runs, 30, "the job runs")
 

@@ -423,25 +423,13 @@ def rollback(call: FlowCall, what: str, deadline: float) -> int:
     MODEL_ID: as `paceline model rollback`. The id of a deployment, or its beginning: as `paceline
     deployment rollback`, on the fleet alone; the registry stays.
     """
-    if _is_deployment(call, what):
-        from paceline.cli.watching import roll_back
+    from paceline.cli.watching import is_deployment, roll_back
 
+    if is_deployment(what, call.state):
         refuse_typed("With MODEL_ID", got=f"deployment {what}")
         return roll_back(what, deadline, call.state, call.as_json)
     refuse_typed("With DEPLOYMENT_ID", got=f"model {what}")
     return _roll_back(call, what)
-
-
-def _is_deployment(call: FlowCall, what: str) -> bool:
-    """Return whether ``what`` is the beginning of a deployment's id and no model that is known."""
-    if not re.match(r"[0-9a-f]{4,8}(-[0-9a-f-]*)?$", what):
-        return False
-    if "-" in what:
-        return True
-    known = CoordinatorClient.of(find_installation(call.state)).deployments()
-    if any(each.model_id == what for each in known):
-        return False
-    return any(each.deployment_id.startswith(what) for each in known)
 
 
 @click.command("rollback")

@@ -5,6 +5,7 @@ Each command calls the coordinator only, whichever replica leads; none needs Pre
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Sequence
@@ -308,6 +309,15 @@ def deployments(state: Path | None, as_json: bool) -> int:
     ]
     print_table(("deployment", "status", "model", "workers"), rows)
     return 0
+
+
+def is_deployment(what: str, state: Path | None) -> bool:
+    """Return whether ``what`` begins a deployment's id and is no model that is known."""
+    if "-" in what or not re.match(r"[0-9a-f]{4,8}$", what):
+        return bool(re.match(r"[0-9a-f]{8}-[0-9a-f-]*$", what))
+    known = CoordinatorClient.of(find_installation(state)).deployments()
+    is_model = any(each.model_id == what for each in known)
+    return not is_model and any(each.deployment_id.startswith(what) for each in known)
 
 
 def roll_back(deployment_id: str, deadline: float, state: Path | None, as_json: bool) -> int:
