@@ -82,7 +82,7 @@ docs: setup ## the documentation's site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 screenshots: setup ## take the pictures in docs/screenshots anew (Chromium)
-	PACELINE_REQUIRE=services PACELINE_SCREENSHOTS=docs/screenshots $(BIN)/python -m pytest -m "" -n 0 tests/telemetry/test_fleet_page_pictures.py tests/integration/test_ways_in.py -k "desk_and_a_phone or presses_run"
+	PACELINE_REQUIRE=services PACELINE_SCREENSHOTS=docs/screenshots $(BIN)/python -m pytest -m "" -n 0 tests/telemetry/test_fleet_page_pictures.py tests/integration/test_ways_in.py -k "desk_and_a_phone or presses_run or fills_prefects_form"
 	$(BIN)/python -c 'import sys; from PIL import Image; [Image.open(p).convert("RGB").quantize(256).save(p, optimize=True) for p in sys.argv[1:]]' docs/screenshots/*.png
 
 lock: setup ## write requirements/*.lock anew: today's versions, or the newest with ARGS=--upgrade

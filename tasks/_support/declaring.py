@@ -53,16 +53,17 @@ Reference = Annotated[
 ]
 _Id = Annotated[str, StringConstraints(pattern=MODEL_ID, max_length=128)]
 _Name = Annotated[str, StringConstraints(pattern=NAME)]
+# One field of text in a form; of a union with "" Prefect's page makes two.
+_NameOrEmpty = Annotated[str, StringConstraints(pattern=f"^$|{NAME}")]
+_IdOrEmpty = Annotated[str, StringConstraints(pattern=f"^$|{MODEL_ID}", max_length=128)]
 
 ModelId = Annotated[_Id, about("Model", "The model's id.", "pylm-bca6b8c7", "acme/tiny")]
 Version = Annotated[_Name, about("Version", "A version of the model, as published.", "1")]
 # Where the source names them
 AnyModelId = Annotated[
-    _Id | Literal[""], about("Model", "The model's id; empty: the source's.", "acme/tiny")
+    _IdOrEmpty, about("Model", "The model's id; empty: the source's.", "acme/tiny")
 ]
-AnyVersion = Annotated[
-    _Name | Literal[""], about("Version", "Its version; empty: the source's.", "1")
-]
+AnyVersion = Annotated[_NameOrEmpty, about("Version", "Its version; empty: the source's.", "1")]
 SnapshotUrl = Annotated[
     str,
     StringConstraints(min_length=1),
@@ -72,12 +73,12 @@ SnapshotUrl = Annotated[
         "s3://paceline/data/snapshots/5c1f…",
     ),
 ]
-Team = Annotated[_Name | Literal[""], about("Team", "Whose quota and data purposes apply.", "nlp")]
+Team = Annotated[_NameOrEmpty, about("Team", "Whose quota and data purposes apply.", "nlp")]
 Project = Annotated[
-    _Name | Literal[""], about("Project", "Whose data and costs the jobs are.", "lr-study")
+    _NameOrEmpty, about("Project", "Whose data and costs the jobs are.", "lr-study")
 ]
 Purpose = Annotated[
-    _Name | Literal[""],
+    _NameOrEmpty,
     about("Purpose", "What the data are used for; default: the profile's.", "research"),
 ]
 _OF_A_JOB = SubmitJob.model_fields  # over REST; with the same texts and limits here

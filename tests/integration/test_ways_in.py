@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 
+from paceline.cli.training import recorded_run
+from paceline.client import CoordinatorClient
 from paceline.config import Runtime
 from paceline.registry import Registry
-from tests.support.browser import chromium, click, keep, see, send_credentials
+from paceline.schemas import JobState
+from tests.support.browser import chromium, click, keep, resize, see, send_credentials
 from tests.support.stack import (
     Ended,
     await_registered,
@@ -109,6 +112,47 @@ def test_a_person_presses_run_in_prefect_and_finds_the_run_in_mlflow(
         see(browser, f"//*[contains(text(), '{name}')]", 60)
         time.sleep(2)
         keep(browser, "mlflow-run")
+
+
+@pytest.mark.nightly
+@pytest.mark.browser
+def test_a_researcher_fills_prefects_form_and_finds_the_job(
+    stack: Runtime, lifecycle: Ended
+) -> None:
+    await_registered(stack)
+    trained = recorded_run(stack, str(lifecycle.answer["run_id"])).job
+    made = prefect(stack, "GET", "/deployments/name/train-model/train-model")["id"]
+    given = {
+        "Model": trained.model_id, "Version": trained.version, "Name": "typed in the form",
+        "Data snapshot": trained.snapshot_url, "Priority": "7", "Steps": "3",
+    }  # fmt: skip
+    client = CoordinatorClient.of(stack)
+    with chromium() as browser:
+        resize(browser, 1280)
+        page = f"{stack.endpoints.prefect_ui_url}/deployments/deployment/{made}/run"
+        browser.get(page)
+        see(browser, "//input[@type='password']").send_keys(stack.secrets.prefect_auth)
+        click(browser, "//button[@type='submit']")
+        see(browser, "//label[normalize-space()='Data snapshot']")
+        browser.get(page)  # without what Prefect said before it was given the password
+        for title, value in given.items():
+            label = f"//label[starts-with(normalize-space(), '{title}')]"
+            if title == "Steps":
+                click(browser, f"({label}/following::button[normalize-space()='int'])[1]")
+            field = f"({label}/following::*[self::input or self::textarea])[1]"
+            see(browser, field).clear()
+            see(browser, field).send_keys(value)
+        keep(browser, "prefect-form")
+        click(browser, "//button[normalize-space()='Submit']")
+        wait_until(lambda: client.jobs(name=given["Name"]).jobs, 120, "it is a job")
+        (job,) = client.jobs(name=given["Name"]).jobs
+        assert (job.spec.priority, job.adopted) == (7, True)
+        browser.get(f"{stack.endpoints.prefect_ui_url}/runs/flow-run/{job.flow_run_id}")
+        see(browser, "//*[normalize-space(text())='Completed']", 120)
+        time.sleep(3)  # the graph of tasks draws itself
+        keep(browser, "prefect-job")
+    wait_until(lambda: client.job(job.job_id).job.state.is_final, 60, "the job ends")
+    assert client.job(job.job_id).job.state is JobState.SUCCEEDED
 
 
 @pytest.mark.nightly
