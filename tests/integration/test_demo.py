@@ -87,7 +87,7 @@ def test_a_killed_demo_of_ones_own_text_goes_on_and_stops_at_ctrl_c(tmp_path: Pa
     assert "paceline lifecycle --model hf://org/name --data DIRECTORY" in shown
     assert "gang restarted" in read
     assert "champion" in read
-    end = shown.split("  total ")[1].splitlines()
+    end = shown.split("  total ")[1].split("Next, ")[0].splitlines()
     assert re.fullmatch(r" *\d+ s", end[0])
     pages = ["prefect", "mlflow", "fleet", "state", "model", "Prefect", "MLflow", "The"]
     assert [line.split()[0] for line in end[1:]] == pages, end
