@@ -92,6 +92,7 @@ def gate(
     champion = None if now is None else "champion"
     if now is not None and evaluation.models.get("champion") != now["digest"]:
         champion = f"champion of manifest {now['digest'][:12]}"  # the report has no such score
+    is_first = now is None and not has_champion(run, base.model_id)  # else the candidate is it
     policy = run.runtime.profile.gate.policy(base.model_id)
     decision = decide(
         report,
@@ -100,7 +101,7 @@ def gate(
         lineage=lineage,
         judged_on=evaluation.snapshot_url,
         judges={} if now is None else _judges(run, base.model_id, report.snapshot_digest),
-        of_profile=None if has_champion(run, base.model_id) else _of_profile(run, evaluation),
+        of_profile=_of_profile(run, evaluation) if is_first else None,
     )
     text = canonical_json(policy).decode()
     run.registry.log_artifact_text(run.mlflow_run, text, f"policy/{decision.policy_digest}.json")

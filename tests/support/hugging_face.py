@@ -140,3 +140,36 @@ def change_weights(directory: Path, change: Callable[[dict[str, Any]], object]) 
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def losses_of_plain_steps(
+    directory: Path, examples: Sequence[tuple[list[int], list[int]]], rates: Sequence[float]
+) -> list[float]:
+    """Return the losses of a plain loop of transformers, a step for each rate: of all ``examples``
+    (ids, and labels of -100 where none counts), each by itself, averaged over what counts."""
+    counted = sum(sum(label != -100 for label in labels[1:]) for _, labels in examples)
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model.train()
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [each for each in model.parameters() if each.ndim >= 2]},
+            {"params": [each for each in model.parameters() if each.ndim < 2], "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+    )
+    losses = []
+    for rate in rates:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.zero_grad()
+        loss = 0.0
+        for ids, labels in examples:
+            mine = sum(each != -100 for each in labels[1:])
+            mean = model(input_ids=torch.tensor([ids]), labels=torch.tensor([labels])).loss
+            (mean * mine / counted).backward()
+            loss += float(mean.detach()) * mine / counted
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss)
+    return losses

@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from paceline.data import assign_splits
-from tests.support.hugging_face import write_model, write_tokenizer
+from tests.support.hugging_face import losses_of_plain_steps, write_model, write_tokenizer
 from tests.training.warm import typed
 
 pytestmark = pytest.mark.timeout(200)
@@ -21,36 +20,14 @@ TEXTS = {f"row-{n}": " ".join(f"{n * k:x}" for k in range(1, 16)) for n in range
 
 def plain_loop(directory: Path, trained_on: list[str], rates: list[float]) -> list[float]:
     """The loss of each step: of all texts, each by itself, averaged over the predicted tokens."""
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).train()
-    norms = [each for each in model.parameters() if each.ndim < 2]
-    matrices = [each for each in model.parameters() if each.ndim >= 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices}, {"params": norms, "weight_decay": 0.0}],
-        betas=(0.9, 0.95), weight_decay=0.1,
-    )  # fmt: skip
     end = tokenizer.convert_tokens_to_ids(END)
     rows = [tokenizer(each)["input_ids"] for each in trained_on]
     rows = [(row if row[0] == tokenizer.bos_token_id else [end, *row]) + [end] for row in rows]
     assert all(CONTEXT / 2 < len(row) - 1 <= CONTEXT for row in rows), [len(row) for row in rows]
-    count = sum(len(row) - 1 for row in rows)
-    losses = []
-    for rate in rates:
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.zero_grad()
-        loss = 0.0
-        for row in rows:
-            ids = torch.tensor([row])
-            mean = model(input_ids=ids, labels=ids).loss
-            (mean * (len(row) - 1) / count).backward()
-            loss += float(mean.detach()) * (len(row) - 1) / count
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss)
-    return losses
+    return losses_of_plain_steps(directory, [(row, row) for row in rows], rates)
 
 
 @pytest.mark.parametrize(

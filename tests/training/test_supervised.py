@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from paceline.data import ChatTemplate, SnapshotRecord, assign_splits
 from paceline.training import single
-from tests.support.hugging_face import CHATML, MARKED, write_model, write_tokenizer
+from tests.support.hugging_face import (
+    CHATML,
+    MARKED,
+    losses_of_plain_steps,
+    write_model,
+    write_tokenizer,
+)
 from tests.training.warm import typed
 
 pytestmark = pytest.mark.timeout(200)
@@ -57,40 +62,17 @@ def tokens_and_labels(tokenizer: Any, messages: list[dict[str, str]], marked: bo
 
 def plain_loop(directory: Path, marked: bool, rates: list[float]) -> list[float]:
     """The loss of each step: of all conversations, each by itself, averaged over labels."""
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     # not AutoTokenizer: for qwen2 it cuts words as Qwen's own file says, not as this one does
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).train()
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [each for each in model.parameters() if each.ndim >= 2]},
-            {"params": [each for each in model.parameters() if each.ndim < 2], "weight_decay": 0.0},
-        ],
-        betas=(0.9, 0.95),
-        weight_decay=0.1,
-    )
     data = rows()
     held_out = assign_splits([each["key"] for each in data], 0.1, 0)
     trained_on = [each["messages"] for each in data if each["key"] not in held_out]
     examples = [tokens_and_labels(tokenizer, each, marked) for each in trained_on]
     counted = sum(sum(label != -100 for label in labels[1:]) for _, labels in examples)
     assert 0 < counted < sum(len(ids) for ids, _ in examples) / 1.5
-    losses = []
-    for rate in rates:
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.zero_grad()
-        loss = 0.0
-        for ids, labels in examples:
-            mine = sum(each != -100 for each in labels[1:])
-            mean = model(input_ids=torch.tensor([ids]), labels=torch.tensor([labels])).loss
-            (mean * mine / counted).backward()
-            loss += float(mean.detach()) * mine / counted
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss)
-    return losses
+    return losses_of_plain_steps(directory, examples, rates)
 
 
 # family, template, ranks, batching, settings of the mesh

@@ -202,21 +202,30 @@ def make_flow_router(
 
 def note_submitter(coordinator: Coordinator, run_id: str, *, unless_known: bool = False) -> None:
     """Record the caller as one of those who submitted ``run_id``, and whether one is of a team."""
-    key, caller = digest_of(run_id), current_caller()
-    known, record = submitters(coordinator, run_id), coordinator.stage(SUBMITTERS, key)
+    kept, caller = _submission(coordinator, run_id), current_caller()
+    known = _tokens(kept)
     if caller.token_id not in known and not (known and unless_known):
         bound = caller.team is not None or caller.project is not None
-        of_team = bound or (record is not None and bool(record.output.get(OF_TEAM)))
+        of_team = bound or bool(kept.get(OF_TEAM))
         names = known | {caller.token_id: caller.name}
-        _keep(coordinator, SUBMITTERS, key, run_id, {"tokens": names, OF_TEAM: of_team})
+        made = {"tokens": names, OF_TEAM: of_team}
+        _keep(coordinator, SUBMITTERS, digest_of(run_id), run_id, made)
 
 
 def submitters(coordinator: Coordinator, run_id: str) -> dict[str, str]:
     """Return the tokens (id → name) that submitted ``run_id``."""
-    record = coordinator.stage(SUBMITTERS, digest_of(run_id))
-    tokens = {} if record is None else record.output["tokens"]
+    return _tokens(_submission(coordinator, run_id))
+
+
+def _tokens(kept: Mapping[str, object]) -> dict[str, str]:
+    tokens = kept["tokens"]
     assert isinstance(tokens, dict)  # only this module writes it
     return tokens
+
+
+def _submission(coordinator: Coordinator, run_id: str) -> Mapping[str, object]:
+    record = coordinator.stage(SUBMITTERS, digest_of(run_id))
+    return {"tokens": {}} if record is None else record.output
 
 
 def _request_of(coordinator: Coordinator, run_id: str) -> ApprovalRequest:

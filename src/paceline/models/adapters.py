@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from paceline.config import LoraSettings
 from paceline.errors import InvalidInput
-from paceline.models.description import ALL_LINEAR, TARGETS, require_layers
+from paceline.models.description import ALL_LINEAR, TARGETS, ends_with, require_layers
 from paceline.models.transformer import output_layer
 from paceline.system import write_durably
 
@@ -161,13 +161,9 @@ def _targets(model: nn.Module, lora: LoraSettings) -> list[str]:
             where=TARGETS,
         )
     require_layers(wanted, linear)
-    matched = [name for name in linear if _ends(name, wanted)]
-    exact = all(name in matched for name, _ in model.named_modules() if _ends(name, wanted))
+    matched = [name for name in linear if ends_with(name, wanted)]
+    exact = all(name in matched for name, _ in model.named_modules() if ends_with(name, wanted))
     return wanted if exact else matched
-
-
-def _ends(name: str, wanted: Iterable[str]) -> bool:
-    return f".{name}".endswith(tuple(f".{each}" for each in wanted))
 
 
 def _linear_layers(model: Any) -> list[str]:

@@ -104,10 +104,15 @@ def require_tensors(directory: Path, lora: LoraSettings | None) -> None:
         require_layers(lora.target_modules, linear)
 
 
+def ends_with(name: str, wanted: Iterable[str]) -> bool:
+    """Return whether a layer's dotted ``name`` ends with one of ``wanted``, whole parts of it."""
+    return f".{name}".endswith(tuple(f".{each}" for each in wanted))
+
+
 def require_layers(wanted: Iterable[str], linear: Collection[str]) -> None:
     """Raise InvalidInput where no name of ``linear`` layers ends with one of ``wanted``."""
     for each in wanted:
-        if not any(f".{name}".endswith(f".{each}") for name in linear):
+        if not any(ends_with(name, [each]) for name in linear):
             known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in linear}))
             raise InvalidInput(
                 "no layer to adapt has this name",

@@ -139,13 +139,16 @@ class ObjectStore:
             began_s = time.monotonic()
             try:
                 with translate_s3_errors(self.endpoint_url, url):
-                    answer = head_object(self._hasty, bucket, key, may_list=self._sign is None)
+                    answer = self._head(self._hasty, bucket, key)
                 return _info(url, answer, "ContentLength")
             except ServiceUnavailable as error:
                 on_failed(error, time.monotonic() - began_s)
         with translate_s3_errors(self.endpoint_url, url):
-            answer = head_object(self._client, bucket, key, may_list=self._sign is None)
-            return _info(url, answer, "ContentLength")
+            return _info(url, self._head(self._client, bucket, key), "ContentLength")
+
+    def _head(self, client: Any, bucket: str, key: str) -> dict[str, Any]:
+        # The coordinator signs reads of objects only, no listing.
+        return head_object(client, bucket, key, may_list=self._sign is None)
 
     def require_answer(self, url: str, on_failed: AttemptFailed) -> None:
         """Raise ServiceUnavailable where the server sends no answer at all about the object,
@@ -337,7 +340,7 @@ class ObjectStore:
         bucket, key = _object(url)
         try:
             with translate_s3_errors(self.endpoint_url, url):
-                answer = head_object(self._client, bucket, key, may_list=self._sign is None)
+                answer = self._head(self._client, bucket, key)
         except SourceMissing:
             return False
         known = {name.lower(): value for name, value in answer.get("Metadata", {}).items()}

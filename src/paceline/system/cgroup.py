@@ -33,8 +33,7 @@ def usable_cores() -> int:
 
 def usable_memory_bytes() -> int:
     """Return the machine's memory, or the least that a control group limits it to."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min((limit for _, limit in _memory_limits()), default=total)
+    return min((limit for _, limit in _memory_limits()), default=_total_bytes())
 
 
 def free_memory_bytes() -> int | None:
@@ -58,12 +57,16 @@ def free_memory_bytes() -> int | None:
 
 def _memory_limits() -> Iterator[tuple[Path, int]]:
     """Yield each control group that limits memory to less than the machine has, and to how much."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = _total_bytes()
     for group in _groups("memory"):
         with contextlib.suppress(OSError, ValueError, IndexError):  # "max": no limit
             words = _words(group / "memory.max") or _words(group / "memory.limit_in_bytes")
             if (limit := int(words[0])) < total:
                 yield group, limit
+
+
+def _total_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _groups(controller: str) -> Iterator[Path]:
