@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -35,6 +37,23 @@ def test_each_call_runs_on_its_own_node_and_is_told_which(connected: Fleet) -> N
         f"node-{index}": (f"node-{index}", 7) for index in range(3)
     }
     assert len({answer[2] for answer in answers.values()}) == 3
+
+
+def test_no_node_is_missing_while_dasks_timer_asks_the_scheduler_too(connected: Fleet) -> None:
+    """The timer's answer has no workers: a node that lives was taken for dead."""
+    client, over = connected._client, threading.Event()
+
+    async def as_the_timer_does() -> None:
+        while not over.is_set():
+            await client._update_scheduler_info()
+
+    timer = asyncio.run_coroutine_threadsafe(as_the_timer_does(), client.loop.asyncio_loop)
+    try:
+        found = [len(connected.nodes()) for _ in range(100)]
+    finally:
+        over.set()
+        timer.result(20)
+    assert set(found) == {3}
 
 
 def test_an_error_on_a_node_arrives_as_itself(connected: Fleet) -> None:

@@ -89,7 +89,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EvaluationRepo
         )
         for name, path in candidates.items()
     }
-    assert min(seen) > 0
+    assert min(seen) == 0
     assert max(seen) <= 1
     return reports
 

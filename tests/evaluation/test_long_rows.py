@@ -16,6 +16,7 @@ from paceline.evaluation import (
     decide,
     score_models,
     score_transformer,
+    serving,
     text_model,
 )
 from paceline.models import config_for, new_model, save_model
@@ -59,6 +60,25 @@ def test_a_row_in_pieces_has_the_bits_of_the_whole_row(
     wanted = [plain_bits(made, words, text) for text in TEXTS]
     assert found.bits == pytest.approx(wanted, rel=1e-5)
     assert (found.judged_context, found.serving.context) == (64, 64)
+
+
+def test_a_slow_model_is_measured_by_few_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_for(60_000, 64)
+    save_model(new_model(config, 3), config, tmp_path)
+    monkeypatch.setattr(serving, "MEASURED_S", 0.0)
+    model, shapes = TextModel.open(tmp_path), []
+    forward = model.network.forward
+    monkeypatch.setattr(
+        model.network,
+        "forward",
+        lambda tokens, **more: shapes.append(tuple(tokens.shape)) or forward(tokens, **more),
+    )
+    _, cost = serving.measure_serving(lambda: model)
+    rows = cost.throughput_rows
+    assert shapes == [(1, 48), (1, 1), (1, 64), (rows, 64), (rows, 64)]
+    assert min(cost.prefill_ms, cost.decode_ms_per_token, cost.throughput_ms or 0) > 0
 
 
 def test_a_row_of_ours_in_pieces_has_the_bits_of_the_whole_row(

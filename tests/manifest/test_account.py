@@ -99,7 +99,7 @@ def test_without_a_terminal_stderr_gets_a_line_every_few_seconds(
     monkeypatch.setattr("paceline.cli.progress.time", clock)
     with PublishBars() as bars:
         for second in range(21):
-            clock.now_s = 100.0 + second
+            clock.now_s = 100.0 + second + 10 * (second == 20)  # what is last is slow
             bars.show(
                 PublishProgress("upload", second * 50_000_000, 1_000_000_000, second // 10, 2)
             )
@@ -107,6 +107,7 @@ def test_without_a_terminal_stderr_gets_a_line_every_few_seconds(
     assert out == ""
     assert [line.split()[1] for line in err.splitlines()] == ["25%", "50%", "75%", "done"]
     assert "250 MB of 1.0 GB, 50 MB/s, 0 of 2 files" in err
+    assert "1.0 GB of 1.0 GB, 33 MB/s, 2 of 2 files" in err, "of the whole stage"
 
 
 def test_a_relay_without_a_terminal_reports_the_time_left(

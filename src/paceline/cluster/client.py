@@ -60,6 +60,7 @@ class Fleet:
     def __init__(self, runtime: Runtime, client: Any) -> None:
         self.runtime = runtime
         self._client = client
+        self._last_known: dict[str, dict[str, Any]] = {}
 
     @classmethod
     def connect(cls, runtime: Runtime, *, timeout_s: float = CONNECT_TIMEOUT_S) -> Fleet:
@@ -267,8 +268,15 @@ class Fleet:
         return {str(each["name"]): address for address, each in self._workers().items()}
 
     def _workers(self) -> dict[str, dict[str, Any]]:
+        # Not `scheduler_info`: what it returns is replaced every 2 s by an answer without workers,
+        # by a timer of the client's own thread, so that all nodes seem to have died.
+        async def ask() -> dict[str, dict[str, Any]]:
+            with contextlib.suppress(OSError):  # a lapse; what waits has deadlines of its own
+                self._last_known = (await self._client.scheduler.identity(n_workers=-1))["workers"]
+            return self._last_known
+
         with _translated(self.runtime.endpoints.scheduler_address):
-            found: dict[str, dict[str, Any]] = self._client.scheduler_info(n_workers=-1)["workers"]
+            found: dict[str, dict[str, Any]] = self._client.sync(ask)
         return found
 
     def _await_nodes(

@@ -14,17 +14,18 @@ import platform
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paceline.evaluation.text_model import Ranks, TextModel, UserModel
 from paceline.schemas import Serving
 from paceline.system import processor
 
-LATENCY_RUNS = 7
+LATENCY_RUNS = 6
 DECODED_TOKENS = 16
+MEASURED_S = 10.0  # after these a figure has no further run: of 0.5 B parameters, a row takes 30 s
 BATCH_ROWS = 8  # at most, of the batch whose throughput is measured
-BATCH_RUNS = 3
+BATCH_RUNS = 2
 # At most, by kind of device; on CPUs more leave their caches (docs/measurements/training.md).
 TOKENS_PER_BATCH = {"cpu": 1024, "cuda": 32_768}
 LOGITS_BYTES = 512 * 1024 * 1024  # in float32, at most, of all threads together
@@ -53,26 +54,30 @@ def measure_serving(
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(model.device)
 
-    def forward_ms(rows: int, runs: int) -> float:
-        found = []
+    def measured_ms(act: Callable[[int], object], runs: int) -> list[float]:
+        found: list[float] = []
+        while len(found) < runs and not (found and slow(found)):
+            began = time.perf_counter()
+            act(len(found))
+            found.append(1000 * (time.perf_counter() - began))
+        return found
+
+    def slow(found: Sequence[float]) -> bool:
+        over = sum(found) > 1000 * MEASURED_S
+        return over if ranks is None else ranks.everyone([over])[0] > 0  # all stop together
+
+    def forward(rows: int) -> None:
         step = max(1, model.piece * min(rows, fitting) // rows)
         with torch.inference_mode():
-            for _ in range(runs):
-                began = time.perf_counter()
-                for _ in model.pieces(torch.tensor([row] * rows), step=step):
-                    pass
-                if on_gpu:
-                    torch.cuda.synchronize(model.device)
-                found.append(1000 * (time.perf_counter() - began))
-        return statistics.median(found[1:])  # the first one warms up
+            for _ in model.pieces(torch.tensor([row] * rows), step=step):
+                pass
+            if on_gpu:
+                torch.cuda.synchronize(model.device)
 
-    prefill_ms = forward_ms(1, LATENCY_RUNS)
-    next_logits = model.decoder()
-    token_ms = []
-    for length in range(max(1, model.context - DECODED_TOKENS), model.context + 1):
-        began = time.perf_counter()
-        next_logits(row[:length])  # on the CPU, so that it has ended
-        token_ms.append(1000 * (time.perf_counter() - began))
+    next_logits, first = model.decoder(), max(1, model.context - DECODED_TOKENS)
+    next_logits(row[:first])  # a prefill, which warms up; each call ends with logits on the CPU
+    token_ms = measured_ms(lambda done: next_logits(row[: first + done + 1]), len(row) - first)
+    prefill_ms = statistics.median(measured_ms(lambda _: forward(1), LATENCY_RUNS))
     peak_bytes, count = _peak_bytes(model) if resets or on_gpu else None, 1
     if ranks is not None:
         known, total = ranks.everyone([peak_bytes is not None, peak_bytes or 0])
@@ -80,6 +85,10 @@ def measure_serving(
         peak_bytes = int(total) if known == count else None
     whole = isinstance(model.network, UserModel)
     rows = min(batch or BATCH_ROWS, fitting) if whole or not batch else batch
+    batch_ms = prefill_ms
+    if rows > 1:
+        forward(rows)
+        batch_ms = statistics.median(measured_ms(lambda _: forward(rows), BATCH_RUNS))
     serving = Serving(
         machine=platform.node(),
         cpu=processor()[0],
@@ -88,11 +97,11 @@ def measure_serving(
         batch=1,
         context=model.context,
         prefill_ms=prefill_ms,
-        decode_ms_per_token=statistics.median(token_ms[1:] or token_ms),  # the first is a prefill
+        decode_ms_per_token=statistics.median(token_ms or [prefill_ms]),
         peak_memory_bytes=peak_bytes,
         ranks=count,
         throughput_rows=rows,
-        throughput_ms=forward_ms(rows, BATCH_RUNS),
+        throughput_ms=batch_ms,
     )
     return model, serving
 

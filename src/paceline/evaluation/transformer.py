@@ -104,13 +104,19 @@ def score_transformer(
     here, does not fit it, does not keep the text, or is not that of the conversations; for user
     code also what its process raises.
     """
+    import torch
+
     settings = settings or EvaluationSettings()
     with threads_an_operation(1 if ranks is None else ranks.threads) as cores:
-        model, serving = measure_serving(
-            lambda: _opened(directory, tokenizer, allowed, ranks, settings.context),
-            ranks,
-            settings.serving_batch,
-        )
+
+        def opened() -> TextModel:
+            model = _opened(directory, tokenizer, allowed, ranks, settings.context)
+            if ranks is None:  # of a large vocabulary few threads keep the logits within the limit
+                torch.set_num_threads(max(1, cores // _threads(model, cores)))
+            return model
+
+        on_progress(0.0)  # reading the weights and measuring may take minutes
+        model, serving = measure_serving(opened, ranks, settings.serving_batch)
         if isinstance(model.network, UserModel):
             model.network.threads = cores  # its calls come one by one
         read = [_read(model, each, tokenizer) for each in held_out]

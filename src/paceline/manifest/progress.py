@@ -77,20 +77,24 @@ class ProgressCounter:
 
 
 class ProgressFormatter:
-    """Formats the progress of a stage: bytes, the rate of the last seconds, files."""
+    """Formats the progress of a stage: bytes, files, and the rate of the last seconds (at the
+    end of the stage: of the whole).
+    """
 
     def __init__(self) -> None:
-        self._stage = ""
+        self._stage, self._began_s = "", 0.0
         self._past: deque[tuple[float, int]] = deque()  # (when, bytes done) of the last seconds
 
     def said(self, moved: PublishProgress, now_s: float) -> str:
         """Return ``moved`` as one line; ``now_s`` never goes back."""
         if moved.stage != self._stage:
-            self._stage, self._past = moved.stage, deque([(now_s, 0)])
+            self._stage, self._began_s = moved.stage, now_s
+            self._past = deque([(now_s, 0)])
         self._past.append((now_s, moved.done_bytes))
         while len(self._past) > 2 and now_s - self._past[0][0] > RATE_WINDOW_S:
             self._past.popleft()
-        (then_s, then), (_, now) = self._past[0], self._past[-1]
+        now = moved.done_bytes
+        then_s, then = (self._began_s, 0) if moved.is_over else self._past[0]
         rate = f", {size((now - then) / (now_s - then_s))}/s" if now_s > then_s else ""
         files = f"{moved.done_files} of {moved.total_files} files"
         return f"{size(moved.done_bytes)} of {size(moved.total_bytes)}{rate}, {files}"
