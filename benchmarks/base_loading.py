@@ -1,8 +1,9 @@
-"""Memory of ranks while they load a base of transformers: does it grow with the world size?
+"""Memory of ranks while they load a base: does it grow with the world size?
 
-    python benchmarks/base_loading.py [--ranks 1 2 4] [--width 1024] [--layers 8] [--repeats 3]
+    python benchmarks/base_loading.py [--ours] [--ranks 1 2 4] [--repeats 3]
 
-Writes a random Llama in float32, and for each mesh forks ranks that open it, spread it and fill
+Writes a random Llama in float32 (``--width``, ``--layers``), or (``--ours``) our transformer of as
+many parameters as the default, and for each mesh forks ranks that open it, spread it and fill
 their parts from its files, and do nothing else. Prints one JSON line a run and the medians: bytes
 read, and anonymous memory beyond what a rank has before it begins (pages of the files that are
 mapped meanwhile are the kernel's to drop: they are not in it): the largest rank at its peak, all
@@ -27,8 +28,10 @@ if __name__ == "__main__":
 
 from benchmarks.adapters import write_model
 from benchmarks.layouts.ranks import Job, run_jobs
+from paceline.models import config_for, new_model, save_model
 
 MIB = 2**20
+OURS = 94_900_000  # parameters
 MESHES: dict[int, dict[str, dict[str, int]]] = {
     1: {"one rank": {}},
     2: {"DDP": {"dp": 2}, "FSDP2": {"shard": 2}, "TP": {"tp": 2}},
@@ -69,17 +72,18 @@ def load(model: Path, ranks: int, mesh: dict[str, int]) -> dict[str, Any]:
     import torch.distributed as dist
 
     from paceline.config import TrainingSettings
-    from paceline.models import Pretrained
+    from paceline.models import Pretrained, SavedTransformer, is_pretrained
     from paceline.training.loop import TransformerWorkload, load_weights
     from paceline.training.parallel import MeshSpec, open_mesh, parallelise
 
     settings = TrainingSettings.model_validate({"ranks": ranks, "mesh": mesh})
     opened = open_mesh(MeshSpec.of(settings.mesh, ranks))
     with AnonymousPeak() as memory:
-        pretrained = Pretrained.open(model)
-        workload = TransformerWorkload(pretrained)
-        parallel = parallelise(workload.build(), opened, settings, workload)
-        read = load_weights(pretrained, parallel)
+        is_theirs = is_pretrained(model)
+        saved = (Pretrained if is_theirs else SavedTransformer).open(model)
+        workload = TransformerWorkload(saved if is_theirs else saved.config)
+        parallel = parallelise(saved.build(), opened, settings, workload)
+        read = load_weights(saved, parallel)
     mine = [read, memory.peak - memory.before, memory.after - memory.before]
     every: list[Any] = [mine]
     if ranks > 1:
@@ -99,13 +103,18 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
     """Load with each mesh ``--repeats`` times; print each run, print and return medians."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=list(MESHES), choices=MESHES)
+    parser.add_argument("--ours", action="store_true")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     asked = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
-        write_model(model, asked.width, asked.layers)
+        if asked.ours:
+            config = config_for(OURS, 512)
+            save_model(new_model(config, 0), config, model)
+        else:
+            write_model(model, asked.width, asked.layers)
         files = sum(each.stat().st_size for each in model.glob("*.safetensors")) / MIB
         ways = [(n, name, mesh) for n in asked.ranks for name, mesh in MESHES[n].items()]
         rows: dict[str, list[dict[str, Any]]] = {}

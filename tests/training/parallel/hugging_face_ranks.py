@@ -30,9 +30,9 @@ from paceline.config import TrainingSettings
 from paceline.data import REJECTED_AT, Batch
 from paceline.models import (
     Pretrained,
+    SavedTransformer,
     add_adapters,
     config_for,
-    load_model,
     merge_adapters,
     new_model,
     save_model,
@@ -167,23 +167,23 @@ def trained(
     settings = settings_of(way, adapters)
     world = WAYS[way][0]
     group = Group(dist.get_rank(), world) if world > 1 else Group()
-    pretrained = None if directory.name == OWN else Pretrained.open(directory)
-    workload: Any = TransformerWorkload(pretrained or load_model(directory)[1])
+    is_ours = directory.name == OWN
+    saved = (SavedTransformer if is_ours else Pretrained).open(directory)
+    workload: Any = TransformerWorkload(saved.config if is_ours else saved)
     mesh = open_mesh(MeshSpec.of(settings.mesh, world))
-    model, added, read = workload.build() if pretrained else load_model(directory)[0], None, 0
+    model, added, read = saved.build(), None, 0
     if settings.lora is not None:
         added = add_adapters(model, settings.lora, settings.seed)
     if settings.dpo is not None:
         workload = Preferences(workload, settings.dpo.beta)
         its: Any = SimpleNamespace(
             job=SimpleNamespace(settings=settings), adapters=added, model=model, workload=workload,
-            pretrained=pretrained,
+            saved=saved,
         )  # fmt: skip
         parallel, _ = parallelise_model(its, mesh)
     else:
         parallel = parallelise(model, mesh, settings, workload)
-        if pretrained is not None:
-            read = load_weights(pretrained, parallel, added)
+        read = load_weights(saved, parallel, added)
     optimizer = new_optimizer(parallel.modules, settings)
     losses, norms = [], []
     for step in range(STEPS):
@@ -208,12 +208,12 @@ def trained(
             whole = {name: parts[name].full_tensor() for name in added.initial}
             added.write(whole, into.with_name(f"{into.name}-adapter"), "base", "0" * 64)
         merge_adapters(module)
-    if into is not None and pretrained is not None:
+    if into is not None and isinstance(saved, Pretrained):
         weights = {}
         for name, each in module.state_dict().items():
             full = each.full_tensor() if isinstance(each, DTensor) else each
-            weights[name] = digest(full.to(pretrained.dtype))
-        export(TrainState(parallel, optimizer, group), None, into, pretrained=pretrained)
+            weights[name] = digest(full.to(saved.dtype))
+        export(TrainState(parallel, optimizer, group), None, into, pretrained=saved)
         if mesh.spec.pp == 1:
             module.eval()
             answer["logits"] = look(module)

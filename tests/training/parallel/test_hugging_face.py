@@ -112,14 +112,14 @@ def test_lora_and_dora_differ(answers) -> None:
 def test_a_rank_reads_only_its_share_of_the_weights(answers) -> None:
     ranks = answers["ranks"]
     for job, whole in ranks.items():
-        if job.endswith(": DDP") and not kind_of(job) and not job.startswith(OWN):
+        if job.endswith(": DDP") and not kind_of(job):
             shares = ranks[job.replace("DDP", "FSDP2")]
             assert shares["read"] == pytest.approx(whole["read"] / 2, rel=0.01), job
             assert ranks[job.replace("DDP", "CP")]["read"] == shares["read"], job
             cut = ranks[job.replace("DDP", "TP")]  # norms are whole
             assert cut["read"] == pytest.approx(whole["read"] / 2, rel=0.02), job
             staged = ranks[job.replace("DDP", "PP")]  # a layer of two and a whole embedding
-            assert staged["read"] < whole["read"] * 0.66, job
+            assert staged["read"] < whole["read"] * 0.75, job
             if both := ranks.get(job.replace("DDP", "FSDP2 x TP")):
                 assert both["read"] == pytest.approx(whole["read"] / 4, rel=0.02), job
 

@@ -110,11 +110,11 @@ def parallelise_model(its: RankContext, mesh: Mesh) -> tuple[Parallel, Any]:
 
         averaged = local_sgd(its.model, mesh, settings, its.workload)
         return averaged, averaged.follow
-    # before the model is consumed; without values, or of our transformer
+    # before the model is consumed; without values, or a user's own
     base = copy.deepcopy(its.model) if settings.dpo and its.adapters is None else None
     parallel = parallelise(its.model, mesh, settings, its.workload)
-    if its.pretrained is not None:
-        load_weights(its.pretrained, parallel, its.adapters)
+    if its.saved is not None:
+        load_weights(its.saved, parallel, its.adapters)
     if isinstance(its.workload, Preferences):
         its.workload.reference = _reference(its, parallel, base, mesh)
     return parallel, lambda *_: None
@@ -144,13 +144,13 @@ def _reference(
         return without
     base.requires_grad_(False)
     frozen = parallelise(base, mesh, its.job.settings, its.workload, is_frozen=True)
-    if its.pretrained is not None:
-        load_weights(its.pretrained, frozen)
+    if its.saved is not None:
+        load_weights(its.saved, frozen)
     return lambda inputs: frozen.evaluate(inputs).loss
 
 
 def load_weights(
-    pretrained: Pretrained | SavedTransformer, parallel: Parallel, adapters: Adapters | None = None
+    saved: Pretrained | SavedTransformer, parallel: Parallel, adapters: Adapters | None = None
 ) -> int:
     """Fill this rank's parts of the model from the files; return the number of bytes read.
 
@@ -158,7 +158,7 @@ def load_weights(
     """
     read = 0
     for module in parallel.modules:
-        pretrained.restore_buffers(module)
+        saved.restore_buffers(module)
         parts = {
             clean(name): (local_of(each.detach()), box_of(each.detach())[0])
             for name, each in module.state_dict().items()
@@ -169,10 +169,10 @@ def load_weights(
                 box = zip(offsets, into.shape, strict=True)
                 into.copy_(whole[tuple(slice(start, start + size) for start, size in box)])
             parts = {base_name(name): part for name, part in parts.items()}
-        read += pretrained.fill(parts)
+        read += saved.fill(parts)
         for name, (part, _) in parts.items():
             if not part.isfinite().all():  # no rank reads all weights: each checks its own
-                raise not_finite(name, pretrained.directory)
+                raise not_finite(name, saved.directory)
         if adapters is not None:
             set_magnitudes(module)
     return read

@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from paceline.config import Runtime, TrainingSettings, load_runtime
 from paceline.errors import InvalidInput, SourceMissing
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from paceline.data import PlannedStream, ShardCache, Snapshot
     from paceline.manifest import Manifest
-    from paceline.models import Adapters, ModelConfig, Pretrained
+    from paceline.models import Adapters, ModelConfig, Pretrained, SavedTransformer
     from paceline.training.loop.optimizer import MakeOptimizer
     from paceline.training.loop.workload import Workload
 
@@ -52,13 +52,18 @@ class RankContext:
     snapshot: Snapshot
     cache: ShardCache
     model: nn.Module
-    config: ModelConfig | None  # None: a user's own model, or ``pretrained``
+    config: ModelConfig | None  # of our transformer; None: a user's own model, or ``pretrained``
     workload: Workload
     generations: Generations
     config_digest: str
-    pretrained: Pretrained | None = None  # its model has no values until it is parallelised
+    saved: Pretrained | SavedTransformer | None = None  # has the values, once it is parallelised
     adapters: Adapters | None = None  # None: all weights are trained
     make_optimizer: MakeOptimizer | None = None  # None: one of ours
+
+    @property
+    def pretrained(self) -> Pretrained | None:
+        """Return the base where it is a model of transformers."""
+        return None if self.config is not None else cast("Pretrained | None", self.saved)
 
     @property
     def context(self) -> int:
@@ -153,7 +158,7 @@ def load(job: TrainJob, worker_id: str, rank: int) -> RankContext:
             where=job.snapshot_url,
         )
     require_purpose(snapshot, job.data_label or job.purpose, job.data.project)
-    model, config, workload, pretrained = _load_task(job, runtime, node, snapshot)
+    model, config, workload, saved = _load_task(job, runtime, node, snapshot)
     adapters: Adapters | None = None
     if (lora := job.settings.lora) is not None:
         require_extras("lora")
@@ -193,7 +198,7 @@ def load(job: TrainJob, worker_id: str, rank: int) -> RankContext:
         workload=workload,
         generations=Generations(store, join_url(job.checkpoint_url, job.job_id)),
         config_digest=config_digest(job),
-        pretrained=pretrained,
+        saved=saved,
         adapters=adapters,
         make_optimizer=make_optimizer,
     )
@@ -201,14 +206,20 @@ def load(job: TrainJob, worker_id: str, rank: int) -> RankContext:
 
 def _load_task(
     job: TrainJob, runtime: Runtime, node: Path, snapshot: Snapshot
-) -> tuple[nn.Module, ModelConfig | None, Workload, Pretrained | None]:
-    from paceline.models import Pretrained, is_pretrained, load_model, require_tokenizer
+) -> tuple[nn.Module, ModelConfig | None, Workload, Pretrained | SavedTransformer | None]:
+    from paceline.models import (
+        Pretrained,
+        SavedTransformer,
+        is_pretrained,
+        load_model,
+        require_tokenizer,
+    )
     from paceline.training.loop.preferences import Preferences
     from paceline.training.loop.workload import ShuffledLabels, TransformerWorkload
 
     vocabulary = snapshot.vocabulary
     config: ModelConfig | None = None
-    pretrained: Pretrained | None = None
+    saved: Pretrained | SavedTransformer | None = None
     workload: Workload
     if job.settings.code_ref:
         from paceline.training import user_code as code_ref
@@ -218,20 +229,23 @@ def _load_task(
         workload = code_ref.load(job.settings.code_ref, sources, node / "code", task)
         model = workload.build()
     elif is_pretrained(directory := verified_base(node, job)):
-        pretrained = Pretrained.open(directory)
+        saved = Pretrained.open(directory)
         context = task_size_of(job, runtime.profile).context
-        require_pretrained(pretrained, job.settings, context, snapshot)
-        workload = TransformerWorkload(pretrained, job.settings.seed)
+        require_pretrained(saved, job.settings, context, snapshot)
+        workload = TransformerWorkload(saved, job.settings.seed)
         model = workload.build()
     else:
-        model, config = load_model(directory)
+        saved = SavedTransformer.open(directory)
+        model, config = saved.build(), saved.config
+        if job.settings.synchrony.kind != "every-step":  # each rank trains the whole model
+            model, _ = load_model(directory)
         require_tokenizer(config, vocabulary.sha256 or "", vocabulary.vocab_size)
         workload = TransformerWorkload(config, job.settings.seed)
     if job.settings.dpo is not None:
         workload = Preferences(workload, job.settings.dpo.beta)
     if job.labels == "shuffled":
         workload = ShuffledLabels(workload, job.settings.seed)
-    return model, config, workload, pretrained
+    return model, config, workload, saved
 
 
 def require_pretrained(
