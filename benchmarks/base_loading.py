@@ -79,9 +79,8 @@ def load(model: Path, ranks: int, mesh: dict[str, int]) -> dict[str, Any]:
     settings = TrainingSettings.model_validate({"ranks": ranks, "mesh": mesh})
     opened = open_mesh(MeshSpec.of(settings.mesh, ranks))
     with AnonymousPeak() as memory:
-        is_theirs = is_pretrained(model)
-        saved = (Pretrained if is_theirs else SavedTransformer).open(model)
-        workload = TransformerWorkload(saved if is_theirs else saved.config)
+        saved = (Pretrained if is_pretrained(model) else SavedTransformer).open(model)
+        workload = TransformerWorkload(saved if isinstance(saved, Pretrained) else saved.config)
         parallel = parallelise(saved.build(), opened, settings, workload)
         read = load_weights(saved, parallel)
     mine = [read, memory.peak - memory.before, memory.after - memory.before]
