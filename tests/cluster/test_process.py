@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from paceline.cluster import Fleet
+from paceline.cluster.processes import clean_environment
 from paceline.config import Runtime
 from paceline.errors import Cancelled, WorkerLost
 from tests.cluster.conftest import eventually, run_on
@@ -154,3 +155,20 @@ def test_a_process_lost_with_its_node_says_so(connected: Fleet) -> None:
         )
     eventually(lambda: gone(received))
     eventually(lambda: len(connected.nodes()) == 3)
+
+
+@pytest.mark.parametrize(
+    ("named", "wanted"),
+    [
+        ("", "127.0.0.1,localhost,::1"),
+        ("s3.corp, .intra", "127.0.0.1,localhost,::1,s3.corp,.intra"),
+        ("*", "*"),
+    ],
+)
+def test_no_proxy_of_the_machine_catches_loopback(
+    named: str, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("NO_PROXY", named)
+    env = clean_environment()
+    assert env["NO_PROXY"] == env["no_proxy"] == wanted

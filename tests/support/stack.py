@@ -41,12 +41,17 @@ class Ended:
         return lines[0]
 
 
+CLOSED_PROXY = "http://127.0.0.1:9"  # of every command that the tests start
+
+
 def environment() -> dict[str, str]:
     """Return this environment without what a test runner or an outer installation put there."""
     left_out = ("PREFECT_", "MLFLOW_", "PACELINE_STATE", "PYTEST_", "PYTHONWARNINGS")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(left_out)}
     # what commands keep for their user is not for whoever runs the tests
-    return {"XDG_CONFIG_HOME": str(Path(tempfile.gettempdir(), "paceline-tests"))} | kept
+    kept = {"XDG_CONFIG_HOME": str(Path(tempfile.gettempdir(), "paceline-tests"))} | kept
+    # as on many a company's machine: no call to loopback may go there
+    return {each: CLOSED_PROXY for each in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY")} | kept
 
 
 def start(*words: str, state: Path, **popen: Any) -> subprocess.Popen[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from paceline.errors import MissingTool
+from paceline.system import without_proxy_to_loopback
 
 GUARD = str(Path(__file__).with_name("subreaper.py"))
 TAIL_BYTES = 8192
@@ -147,9 +148,8 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """
     env = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN_SETTINGS)}
     env.pop("PYTHONDONTWRITEBYTECODE", None)
-    env["NO_PROXY"] = env["no_proxy"] = "127.0.0.1,localhost"
     env["DO_NOT_TRACK"] = "1"
-    return env | dict(extra or {})
+    return env | without_proxy_to_loopback() | dict(extra or {})
 
 
 def node_environment() -> dict[str, str]:

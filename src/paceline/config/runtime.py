@@ -19,7 +19,7 @@ from pydantic import Field
 from paceline.config.base import Settings
 from paceline.config.settings import ObjectSettings, Profile
 from paceline.errors import AccessDenied, Conflict, InvalidInput, NotReady
-from paceline.system import write_private
+from paceline.system import without_proxy_to_loopback, write_private
 
 RUNTIME_FILE = "runtime.json"
 DEFAULT_S3 = "default"  # no endpoint is named: AWS's variables and files, else Amazon
@@ -168,6 +168,7 @@ class Runtime(Settings):
             **({"PREFECT_API_AUTH_STRING": own} if own else {}),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "DO_NOT_TRACK": "1",
+            **without_proxy_to_loopback(),
         }
 
 

@@ -37,4 +37,5 @@ from .processes import (
     is_writable as is_writable,
     own_program as own_program,
     process_holding as process_holding,
+    without_proxy_to_loopback as without_proxy_to_loopback,
 )

@@ -81,3 +81,13 @@ def _has_open(pid: int, path: Path) -> bool:
                 if os.path.samestat(each.stat(), wanted):
                     return True
     return False
+
+
+def without_proxy_to_loopback() -> dict[str, str]:
+    """Return the variables that keep this process's proxies, if it has any, from what listens on
+    loopback, beside the hosts that they leave out already. Clients that read them know no networks.
+    """
+    named = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    hosts = dict.fromkeys(["127.0.0.1", "localhost", "::1", *named.replace(" ", "").split(",")])
+    value = "*" if "*" in hosts else ",".join(filter(None, hosts))
+    return {"NO_PROXY": value, "no_proxy": value}
