@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,6 +80,15 @@ def test_a_slow_model_is_measured_by_few_passes(
     rows = cost.throughput_rows
     assert shapes == [(1, 48), (1, 1), (1, 64), (rows, 64), (rows, 64)]
     assert min(cost.prefill_ms, cost.decode_ms_per_token, cost.throughput_ms or 0) > 0
+
+
+def test_short_rows_share_a_batch_where_the_vocabulary_is_large() -> None:
+    model: Any = SimpleNamespace(
+        vocabulary=151_936, piece=1024, context=1024, device=torch.device("cpu"), network=None
+    )
+    batches = serving.in_batches(model, [60] * 40 + [1024, 3, 500], int)
+    assert batches == [[3, *[60] * 16], [60] * 17, [60] * 7, [500], [1024]]
+    assert serving.threads_for(model, 64) == 1, "so each operation gets all cores"
 
 
 def test_a_row_of_ours_in_pieces_has_the_bits_of_the_whole_row(

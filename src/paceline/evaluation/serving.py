@@ -14,8 +14,9 @@ import platform
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from paceline.evaluation.text_model import Ranks, TextModel, UserModel
 from paceline.schemas import Serving
@@ -31,6 +32,7 @@ TOKENS_PER_BATCH = {"cpu": 1024, "cuda": 32_768}
 LOGITS_BYTES = 512 * 1024 * 1024  # in float32, at most, of all threads together
 PEAK = "VmHWM"
 _PROCESS = Path("/proc/self")
+Row = TypeVar("Row")
 
 
 def measure_serving(
@@ -111,6 +113,29 @@ def batch_rows(model: TextModel) -> int:
     row_bytes = 4 * model.vocabulary * model.piece
     most = TOKENS_PER_BATCH[model.device.type] // model.context
     return max(1, min(most, LOGITS_BYTES // (4 * row_bytes)))
+
+
+def in_batches(
+    model: TextModel, rows: Iterable[Row], length: Callable[[Row], int]
+) -> list[list[Row]]:
+    """Return ``rows``, shortest first, in batches that are predicted at once by each thread: no
+    more tokens, with padding, than ``batch_rows`` have."""
+    most = batch_rows(model) * model.context
+    batches: list[list[Row]] = [[]]
+    for row in sorted(rows, key=length):
+        if batches[-1] and (len(batches[-1]) + 1) * length(row) > most:
+            batches.append([])
+        batches[-1].append(row)
+    return [each for each in batches if each]
+
+
+def threads_for(model: TextModel, cores: int) -> int:
+    """Return how many threads keep the logits within their limit; one drives a GPU, or a process
+    of user code."""
+    if model.device.type != "cpu" or isinstance(model.network, UserModel):
+        return 1
+    batch_bytes = 4 * model.vocabulary * model.piece * batch_rows(model)
+    return max(1, min(cores, LOGITS_BYTES // batch_bytes))
 
 
 def _reset_peak() -> bool:

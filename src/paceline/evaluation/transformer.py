@@ -22,7 +22,7 @@ from paceline.config import EvaluationSettings
 from paceline.data import Tokenizer
 from paceline.errors import CorruptData, InvalidInput, PermanentError
 from paceline.evaluation.held_out import GROUP, HeldOutDocument
-from paceline.evaluation.serving import LOGITS_BYTES, batch_rows, measure_serving
+from paceline.evaluation.serving import in_batches, measure_serving, threads_for
 from paceline.evaluation.text_model import AllowedCode, Ranks, TextModel, Tokens, UserModel
 from paceline.models import weight_files, weights_digest
 from paceline.schemas import Serving
@@ -112,7 +112,7 @@ def score_transformer(
         def opened() -> TextModel:
             model = _opened(directory, tokenizer, allowed, ranks, settings.context)
             if ranks is None:  # of a large vocabulary few threads keep the logits within the limit
-                torch.set_num_threads(max(1, cores // _threads(model, cores)))
+                torch.set_num_threads(max(1, cores // threads_for(model, cores)))
             return model
 
         on_progress(0.0)  # reading the weights and measuring may take minutes
@@ -120,7 +120,7 @@ def score_transformer(
         if isinstance(model.network, UserModel):
             model.network.threads = cores  # its calls come one by one
         read = [_read(model, each, tokenizer) for each in held_out]
-        threads = _threads(model, cores) if ranks is None else 1
+        threads = threads_for(model, cores) if ranks is None else 1
         bits_D, bins = _bits(model, read, on_progress, threads, ranks)
     return TransformerScore(
         bits=bits_D,
@@ -166,7 +166,7 @@ def token_figures(
         if isinstance(model.network, UserModel):
             model.network.threads = cores
         read = [_read(model, each, tokenizer) for each in held_out]
-        _bits(model, read, lambda _fraction: None, _threads(model, cores), None, parts)
+        _bits(model, read, lambda _fraction: None, threads_for(model, cores), None, parts)
     found = []
     for each, its in zip(read, parts, strict=True):
         its.sort(key=lambda part: part[0])  # batches are in the order of lengths
@@ -202,15 +202,6 @@ def _read(model: TextModel, document: HeldOutDocument, tokenizer: Tokenizer | No
     return _Read(tokens[:-1], tokens[1:], chat.mask[1:])
 
 
-def _threads(model: TextModel, cores: int) -> int:
-    """Return how many threads keep the logits within their limit; one drives a GPU, or a process
-    of user code."""
-    if model.device.type != "cpu" or isinstance(model.network, UserModel):
-        return 1
-    batch_bytes = 4 * model.vocabulary * model.piece * batch_rows(model)
-    return max(1, min(cores, LOGITS_BYTES // batch_bytes))
-
-
 def _bits(
     model: TextModel,
     documents: Sequence[_Read],
@@ -224,7 +215,6 @@ def _bits(
     import torch
 
     inputs, targets = [each.inputs for each in documents], [each.targets for each in documents]
-    rows = batch_rows(model)
     batches: list[list[Window]] = []
     for first in range(0, len(documents), GROUP):
         todo = [
@@ -232,8 +222,7 @@ def _bits(
             for number, tokens in enumerate(targets[first : first + GROUP], start=first)
             for each in windows(len(tokens), model.context, number)
         ]
-        todo.sort(key=lambda each: each.end - each.start)  # so that batches have little padding
-        batches += [todo[start : start + rows] for start in range(0, len(todo), rows)]
+        batches += in_batches(model, todo, lambda each: each.end - each.start)
     calls = [_calls(model, each) for each in batches]
     if ranks is not None:  # all call the model equally often: some at the end without a window
         shares = ranks.shares
