@@ -225,14 +225,12 @@ class ParameterServer:
         if frame.kind is not FrameKind.UPDATE:
             raise InvalidFrame("unexpected frame from the leader", got=frame.kind.name)
         gradient = array_of(frame, self.learner.count, self.learner.dtype)
+        numbers = ("worker", "sequence", "base", "version")
         update = Update(
-            integer_of(frame, "worker"),
-            integer_of(frame, "sequence"),
-            integer_of(frame, "base"),
-            integer_of(frame, "version"),
-            report_of(frame),
-            norm_of(gradient),
-            frame.head.get("taken") is True,
+            **{each: integer_of(frame, each) for each in numbers},
+            report=report_of(frame),
+            norm=norm_of(gradient),
+            taken=frame.head.get("taken") is True,
         )
         if update.taken and not math.isfinite(update.norm):
             raise InvalidFrame("leader took a gradient that is not finite", got=update.norm)
