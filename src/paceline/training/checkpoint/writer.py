@@ -276,27 +276,22 @@ class Writer:
         self, generation: Generation, staging: Staging, commit: Commit, index: Index
     ) -> SaveResult:
         """Write a save and return its result; raises nothing. ``commit`` names no files yet."""
-        began = time.perf_counter()
-        ended = SaveResult(generation.step)
+        began, step = time.perf_counter(), generation.step
         try:
-            self._write(generation, staging, commit, index, ended)
+            ended = self._write(generation, staging, commit, index)
         except PacelineError as error:  # another rank is gone: no agreement is possible
-            ended.error = error
+            ended = SaveResult(step, error=error)
         except Exception as error:
-            log.exception("checkpoint writer failed step=%d", generation.step)
-            ended.error = TrainingFailed("checkpoint writer failed", got=repr(error))
-            ended.error.__cause__ = error
+            log.exception("checkpoint writer failed step=%d", step)
+            failed = TrainingFailed("checkpoint writer failed", got=repr(error))
+            failed.__cause__ = error
+            ended = SaveResult(step, error=failed)
         ended.seconds = time.perf_counter() - began
         return ended
 
     def _write(
-        self,
-        generation: Generation,
-        staging: Staging,
-        commit: Commit,
-        index: Index,
-        ended: SaveResult,
-    ) -> None:
+        self, generation: Generation, staging: Staging, commit: Commit, index: Index
+    ) -> SaveResult:
         mine = self._upload(generation, staging) if staging.chunks else _Part()
         raw = self._exchange.all(mine.model_dump_json().encode())
         answer = b""
@@ -304,10 +299,10 @@ class Writer:
             parts = [_Part.model_validate_json(each) for each in raw]
             answer = self._verdict(generation, parts, commit, index).model_dump_json().encode()
         verdict = _Verdict.model_validate_json(self._exchange.all(answer)[0])
-        ended.ref, ended.kept = verdict.ref, verdict.kept
-        if verdict.failure is not None:
-            ended.kind = verdict.failure.kind
-            ended.error = verdict.failure.error(ended.step, verdict.rank)
+        if verdict.failure is None:
+            return SaveResult(generation.step, ref=verdict.ref, kept=verdict.kept)
+        error = verdict.failure.error(generation.step, verdict.rank)
+        return SaveResult(generation.step, error=error, kind=verdict.failure.kind)
 
     def _upload(self, generation: Generation, staging: Staging) -> _Part:
         step = generation.step
