@@ -67,7 +67,7 @@ class Training:
         mesh = open_mesh(MeshSpec.of(settings.mesh, group.world_size), device)
         self.parallel = parallelise(new_model(config, 0), mesh, settings, workload)
         self.optimizer = new_optimizer(self.parallel.modules, settings)
-        self.state = TrainState(self.parallel, self.optimizer, group, mesh)
+        self.state = TrainState(self.parallel.modules, self.optimizer, group, mesh)
         self.group = group
         generator = torch.Generator().manual_seed(group.rank)
         tokens_BT = torch.randint(0, 256, (ROWS, CONTEXT), generator=generator)

@@ -284,62 +284,18 @@ def evaluate(
 
     def work() -> dict[str, Any]:
         with artifacts.Progress("evaluation", "bits per byte on held-out files") as page:
-            return judged(page)
-
-    def judged(page: artifacts.Progress) -> dict[str, Any]:
-        answer: dict[str, Any] = {}
-        gang = judging_gang(
-            run, nodes, base, ranks, with_tasks=bool(spec.tasks_url or spec.settings.metrics)
-        )
-        asked = _scored_by(gang, spec)
-        known = recorded_scores(run, spec, models, asked.scorer)
-
-        def on_event(line: dict[str, Any]) -> None:
-            if line.get("event") == "result":
-                answer.update(line["data"])
-            elif line.get("event") == "score":
-                sealed.keep_score(run, RecordedScore.model_validate(line["data"]))
-            elif line.get("event") == "progress":
-                data = line.get("data", {})
-                run.report("evaluate", float(data.get("fraction", 0)), str(data.get("message", "")))
-                page.show(float(data.get("fraction", 0)))
-
-        longest_s = _deadline_s(run, spec, base)
-        with run.fleet() as fleet, cancelling.noticed() as cancel:
-            process = _on_a_node(fleet, longest_s, cancel)
-            missing = {name: url for name, url in spec.models.items() if name not in known}
-            part = asked.model_copy(update={"models": missing})
-            scores, failures = [*known.values()], dict[str, str]()
-            if missing and gang is not None:
-                limits: dict[str, Any] = {"deadline_s": longest_s, "cancel": cancel}
-                found, failures = scored_on_ranks(run, part, gang, fleet, **limits)
-                scores += found
-            elif missing and len(nodes) > 1 and scores_in_parts(run, spec):
-                scores += scored_in_parts(run, part, nodes, process)
-            whole = spec.model_copy(
-                update={
-                    "known": (*scores, *recorded_besides(run, spec, models)),
-                    "failures": failures,
-                    "mesh": spec.mesh if gang is None else gang.settings.mesh,
-                }
+            report = _judged(run, spec, models, nodes, base, ranks, page)
+            _log(run, report)
+            evaluation = Evaluation(
+                model_id=base.model_id,
+                base_version=base.version,
+                base_manifest_digest=base.digest,
+                training_digest=training_digest,
+                snapshot_url=snapshot["url"],
+                models=digests,
+                report=report,
             )
-            process(nodes[-1], whole, on_event)
-        report = EvaluationReport.model_validate(answer)
-        run.registry.log_metrics(run.mlflow_run, lineage.evaluation_metrics(report))
-        log_page(run, "evaluation", as_markdown(report), "evaluation.md")
-        run.registry.log_artifact_file(
-            run.mlflow_run, plot_report(report, run.work_dir / "evaluation.png")
-        )
-        evaluation = Evaluation(
-            model_id=base.model_id,
-            base_version=base.version,
-            base_manifest_digest=base.digest,
-            training_digest=training_digest,
-            snapshot_url=snapshot["url"],
-            models=digests,
-            report=report,
-        )
-        return _output(report, sealed.keep(run, evaluation, "evaluation"))
+            return _output(report, sealed.keep(run, evaluation, "evaluation"))
 
     def is_recorded(output: dict[str, Any]) -> bool:
         """Return whether the ledger's ``output`` is what an evaluation of these recorded."""
@@ -373,6 +329,64 @@ def evaluate(
     page = as_markdown(report) + f"\nReport digest, for a promotion: `{report.report_digest}`\n"
     artifacts.markdown("evaluation", page, "Scores on held-out files")
     return report
+
+
+def _judged(
+    run: Run,
+    spec: EvaluationSpec,
+    models: dict[str, dict[str, str]],
+    nodes: Sequence[Node],
+    base: Manifest,
+    ranks: int | None,
+    page: artifacts.Progress,
+) -> EvaluationReport:
+    """Return the report on ``spec``: scores that are recorded are taken, the missing ones are made
+    by a gang of ranks or by parts on all nodes, and the last node makes the rest and the report."""
+    answer: dict[str, Any] = {}
+
+    def on_event(line: dict[str, Any]) -> None:
+        if line.get("event") == "result":
+            answer.update(line["data"])
+        elif line.get("event") == "score":
+            sealed.keep_score(run, RecordedScore.model_validate(line["data"]))
+        elif line.get("event") == "progress":
+            data = line.get("data", {})
+            run.report("evaluate", float(data.get("fraction", 0)), str(data.get("message", "")))
+            page.show(float(data.get("fraction", 0)))
+
+    with_tasks = bool(spec.tasks_url or spec.settings.metrics)
+    gang = judging_gang(run, nodes, base, ranks, with_tasks=with_tasks)
+    asked = _scored_by(gang, spec)
+    known = recorded_scores(run, spec, models, asked.scorer)
+    missing = {name: url for name, url in spec.models.items() if name not in known}
+    part = asked.model_copy(update={"models": missing})
+    scores, failures = [*known.values()], dict[str, str]()
+    longest_s = _deadline_s(run, spec, base)
+    with run.fleet() as fleet, cancelling.noticed() as cancel:
+        process = _on_a_node(fleet, longest_s, cancel)
+        if missing and gang is not None:
+            limits: dict[str, Any] = {"deadline_s": longest_s, "cancel": cancel}
+            found, failures = scored_on_ranks(run, part, gang, fleet, **limits)
+            scores += found
+        elif missing and len(nodes) > 1 and scores_in_parts(run, spec):
+            scores += scored_in_parts(run, part, nodes, process)
+        whole = spec.model_copy(
+            update={
+                "known": (*scores, *recorded_besides(run, spec, models)),
+                "failures": failures,
+                "mesh": spec.mesh if gang is None else gang.settings.mesh,
+            }
+        )
+        process(nodes[-1], whole, on_event)
+    return EvaluationReport.model_validate(answer)
+
+
+def _log(run: Run, report: EvaluationReport) -> None:
+    """Log figures, page and plot of ``report`` in the run's lineage."""
+    run.registry.log_metrics(run.mlflow_run, lineage.evaluation_metrics(report))
+    log_page(run, "evaluation", as_markdown(report), "evaluation.md")
+    plot = plot_report(report, run.work_dir / "evaluation.png")
+    run.registry.log_artifact_file(run.mlflow_run, plot)
 
 
 def _scored_by(gang: Gang | None, spec: EvaluationSpec) -> EvaluationSpec:

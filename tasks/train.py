@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -74,7 +75,7 @@ def train(
     profile = exporting(run, asked, own, manifest.model_id, manifest.version)
     export_changes(run, asked, profile)
     purpose = purpose or run.runtime.profile.data.purpose
-    label, project = snapshot["label"], snapshot["project"]
+    label = snapshot["label"]
     known = run.trainers(nodes)
     settings, _ = place_ranks(profile.training, known)  # raises where no admission would help
     inputs = {
@@ -88,42 +89,33 @@ def train(
         inputs["task"] = task.model_dump(mode="json")
     if purpose != label:  # otherwise the snapshot's digest covers it
         inputs["purpose"] = purpose
-    job = TrainJob(
-        job_id="job",
-        run_id=run.run_id,
-        model_id=manifest.model_id,
-        version=manifest.version,
-        manifest_digest=manifest.digest,
-        snapshot_url=snapshot["url"],
-        snapshot_digest=snapshot["digest"],
-        purpose=purpose,
-        data_label=None if label == purpose else label,
-        data=profile.data.model_copy(update={"project": project, "expectations": ""}),
-        checkpoint_url=run.runtime.checkpoints_url,
-        settings=settings,
-        labels="shuffled" if labels == "shuffled" else "true",
-        task=task,
+    data = profile.data.model_copy(update={"project": snapshot["project"], "expectations": ""})
+    job = with_derived_id(
+        TrainJob(
+            job_id="job",
+            run_id=run.run_id,
+            model_id=manifest.model_id,
+            version=manifest.version,
+            manifest_digest=manifest.digest,
+            snapshot_url=snapshot["url"],
+            snapshot_digest=snapshot["digest"],
+            purpose=purpose,
+            data_label=None if label == purpose else label,
+            data=data,
+            checkpoint_url=run.runtime.checkpoints_url,
+            settings=settings,
+            labels="shuffled" if labels == "shuffled" else "true",
+            task=task,
+        )
     )
-    job = with_derived_id(job)
     if continue_from:
         job = continuation(job, continue_from, run.store)
         inputs["continues"] = str(job.continues)
 
     def work() -> dict[str, Any]:
-        record_job(run.registry, run.mlflow_run, job)
-        store_job(job, run.store)  # for a continuation
-        said = f"{settings.steps} steps on {settings.ranks} ranks"
-        with (
-            artifacts.Progress("training", said) as page,
-            Figures(partial(run.registry.log_metrics, run.mlflow_run), page.show) as figures,
-        ):
-            result = None
-            while result is None:  # once more each time that it is preempted
-                result = _train_on_hosts(run, job, profile.training, known, figures)
-        _report(run, result)
-        record_result(run.registry, run.mlflow_run, result, run.runtime.profile.prices)
-        trained = result.model_dump(mode="json")
-        return trained | {"training_digest": sealed.keep(run, result, "training")}
+        result = _worked(run, job, profile.training, known)
+        digest = sealed.keep(run, result, "training")
+        return result.model_dump(mode="json") | {"training_digest": digest}
 
     trained = run.stage(
         "train",
@@ -134,17 +126,30 @@ def train(
             run.store.exists(f"{o['export_url']}/{CONFIG_FILE}")
             and _is_recorded(run, o, config_digest(job))
         ),
-        describe=lambda o: (
-            f"{o['steps']} steps, loss {o['final_loss'] or float('nan'):.3f}, "
-            f"{o['tokens_per_second']:.0f} tokens/s, {len(o['restarts'])} restarts"
-            + _cost_text(Trained.model_validate(o), run.runtime.profile.prices)
-        ),
+        describe=lambda o: _one_line(Trained.model_validate(o), run.runtime.profile.prices),
     )
     made = Trained.model_validate(trained.output)
     _keep_descent(run, manifest, made)
     if run.job is not None:
         run.job.finished(made)
     return made
+
+
+def _worked(run: Run, job: TrainJob, asked: TrainingSettings, known: Sequence[Node]) -> TrainResult:
+    """Record the job, train it, once more each time that it is preempted, and record the result."""
+    record_job(run.registry, run.mlflow_run, job)
+    store_job(job, run.store)  # for a continuation
+    said = f"{job.settings.steps} steps on {job.settings.ranks} ranks"
+    with (
+        artifacts.Progress("training", said) as page,
+        Figures(partial(run.registry.log_metrics, run.mlflow_run), page.show) as figures,
+    ):
+        result = None
+        while result is None:
+            result = _train_on_hosts(run, job, asked, known, figures)
+    _report(run, result)
+    record_result(run.registry, run.mlflow_run, result, run.runtime.profile.prices)
+    return result
 
 
 def _keep_descent(run: Run, base: Manifest, made: TrainResult) -> None:
@@ -366,9 +371,13 @@ def accelerators_of(
     return dict(found)
 
 
-def _cost_text(result: TrainResult, prices: PriceSettings) -> str:
-    total = cost_of(result, prices).total
-    return "" if total is None else f", {money(total)} {prices.currency}"
+def _one_line(trained: Trained, prices: PriceSettings) -> str:
+    total = cost_of(trained, prices).total
+    cost = "" if total is None else f", {money(total)} {prices.currency}"
+    return (
+        f"{trained.steps} steps, loss {trained.final_loss or math.nan:.3f}, "
+        f"{trained.tokens_per_second:.0f} tokens/s, {len(trained.restarts)} restarts{cost}"
+    )
 
 
 def _require_training(gang: Sequence[Node], settings: TrainingSettings) -> None:

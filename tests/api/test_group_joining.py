@@ -84,7 +84,7 @@ def register(client, worker_id):
     )
 
 
-def test_nodes_at_once_never_exceed_the_uses_and_a_restart_keeps_the_count(served, admin):
+def test_nodes_at_once_never_exceed_the_uses_and_a_restart_keeps_count(served, admin):
     token, token_id = group(admin, 6)
 
     def one(number):
@@ -116,7 +116,7 @@ def test_a_lost_answer_is_repeated_for_the_same_key_without_a_second_use(served,
         register(worker_of(served, first), "lost-1")
 
 
-def test_a_group_token_takes_no_name_that_a_worker_has_had_has_or_is_to_have(served, admin):
+def test_a_group_token_takes_no_past_present_or_planned_name_of_a_worker(served, admin):
     token, token_id = group(admin, 9)
     admit(served, token, "held-1")
     admin.create_join_token(CreateJoinToken(worker_id="promised-1"))
@@ -137,7 +137,7 @@ def test_a_group_token_takes_no_name_that_a_worker_has_had_has_or_is_to_have(ser
     admit(served, own, "held-1")
 
 
-def test_revoking_the_group_stops_joins_and_nodes_are_taken_out_one_by_one(served, admin):
+def test_revoking_the_group_stops_joins_and_each_node_is_taken_out_alone(served, admin):
     token, token_id = group(admin, 9)
     first, key = admit(served, token, "one-1")
     second, _ = admit(served, token, "one-2")

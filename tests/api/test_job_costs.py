@@ -241,7 +241,7 @@ def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
 
 
 @pytest.mark.parametrize("known", ["nothing", "watts", "watts and prices"])
-def test_a_submission_prints_the_hours_of_its_estimate_and_energy_and_price_where_known(
+def test_a_submission_prints_its_estimate_and_known_energy_and_price(
     known: str,
     finished: TrainingUsage,
     laptop: Any,

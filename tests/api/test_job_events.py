@@ -140,7 +140,7 @@ def test_the_guides_automation_fires_for_a_job_that_needs_a_person(
     ]
 
 
-def test_events_wait_while_prefect_is_away_and_are_counted_when_they_are_dropped(
+def test_events_wait_while_prefect_is_away_and_dropped_ones_are_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prefect_events, "MOST_WAITING", 3)

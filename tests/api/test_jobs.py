@@ -151,7 +151,7 @@ def test_a_priority_above_the_teams_is_refused(routes: Routes) -> None:
         ({"resources": {"queue": "gpu"}}, InvalidInput, "has no partitions"),
     ],
 )
-def test_a_training_that_was_started_otherwise_may_ask_for_no_more_than_a_job(
+def test_a_training_started_otherwise_may_ask_for_no_more_than_a_job(
     routes: Routes, asked: dict[str, Any], error: type[Exception], why: str
 ) -> None:
     spec = SubmitJob.model_validate(SPEC.model_dump() | asked)

@@ -139,7 +139,7 @@ def test_the_approver_sees_the_figures_and_decides(served: Served) -> None:
 
 
 @pytest.mark.usefixtures("bob")
-def test_other_figures_than_the_requests_are_refused_and_missing_ones_named(
+def test_figures_unlike_the_requests_are_refused_and_missing_ones_named(
     served: Served,
 ) -> None:
     evidence = judged().model_copy(update={"job_id": "job-3"})

@@ -113,7 +113,7 @@ def test_each_word_is_in_one_group_or_starts_the_help() -> None:
             assert words in listed
 
 
-def test_a_command_has_the_same_options_by_its_short_form_and_in_its_group() -> None:
+def test_a_command_has_the_same_options_in_short_form_and_in_its_group() -> None:
     by_words = dict(EVERY)
     for name in GROUPS:
         for typed, words in group_of(name).entries.items():
@@ -264,7 +264,7 @@ def test_a_flow_ends_with_its_own_pages_or_the_servers_start_pages(
     assert _pages(here, run, {"links": {"prefect": url}})["prefect"] == f"{url}/{run}"
 
 
-def test_a_result_is_the_record_of_its_flow_or_has_the_fields_of_another_version() -> None:
+def test_a_result_is_its_flows_record_or_has_another_versions_fields() -> None:
     given = {"verified": 4, "nodes": ["n"], "seconds": 1.0, "manifest_digest": "d", "more": 1}
     found = flow_answer("verify-model", "run-1", ["a note"], given)
     assert isinstance(found, VerifyAnswer)
@@ -346,7 +346,7 @@ def test_an_option_of_another_form_is_refused_by_its_heading(words: str, tmp_pat
     assert checked
 
 
-def test_distribute_passes_digest_and_allow_older_to_the_installations_flow(
+def test_distribute_passes_digest_and_allow_older_to_the_flow(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     given: dict[str, object] = {}

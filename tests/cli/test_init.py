@@ -169,7 +169,7 @@ def test_a_fleet_without_prefect_says_so_instead_of_starting_a_server(tmp_path, 
     assert "init --prefect" in line
 
 
-def test_the_page_of_replicas_makes_a_state_and_its_coordinators_options_are_known(tmp_path):
+def test_the_replicas_page_makes_a_state_and_its_options_are_known(tmp_path):
     page = commands("how-to/run-coordinator-replicas.md")["replicas"]
     init, serve = page.replace("DIR", str(tmp_path / "state")).splitlines()
     done = paceline(*shlex.split(init)[1:])

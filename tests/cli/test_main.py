@@ -88,7 +88,7 @@ def test_the_benchmark_of_start_up_runs_and_speaks_json(
         ("time.sleep(0)", start_up.NO_LINE),
     ],
 )
-def test_the_benchmark_waits_for_a_first_line_on_either_output_and_never_hangs(
+def test_the_benchmark_waits_for_a_line_on_either_output_and_never_hangs(
     prints: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(start_up, "DEADLINE_S", 3.0)

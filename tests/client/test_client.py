@@ -126,7 +126,7 @@ def test_answer_that_is_no_record_is_service_unavailable():
     assert caught.value.wanted == "WorkerList"
 
 
-def test_fields_of_a_newer_coordinator_are_ignored_in_answers_and_problems():
+def test_a_newer_coordinators_fields_are_ignored_in_answers_and_problems():
     answer = ANSWER | {"new": {"a": 1}}
     with server(lambda _: (200, json.dumps(answer).encode())) as (_, client):
         assert client.heartbeat(BEAT).epoch == 1

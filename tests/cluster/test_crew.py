@@ -173,7 +173,7 @@ def test_gangs_share_a_node_by_its_slots(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.usefixtures("own_node")
 @pytest.mark.parametrize(("slots", "shown"), [(1, "4"), (2, "4,6"), (3, "1,4,6")])
-def test_on_a_node_of_two_kinds_a_slot_is_the_number_of_a_card_of_one_kind(
+def test_on_a_node_of_two_kinds_a_slot_is_a_card_number_of_one_kind(
     tmp_path: Path, slots: int, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cards = {"CUDA_VISIBLE_DEVICES": "1,4,6", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

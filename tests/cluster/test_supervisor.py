@@ -214,7 +214,7 @@ def ports_of(runtime: Runtime) -> list[int]:
     return [port for each in (*urls, known.scheduler_address) if (port := urlsplit(each).port)]
 
 
-def test_a_later_start_has_the_same_ports_and_a_second_installation_others(tmp_path: Path) -> None:
+def test_a_later_start_has_the_same_ports_another_installation_others(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     first = ports_of(start(here))
     second = ports_of(start(there))

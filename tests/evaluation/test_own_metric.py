@@ -238,7 +238,7 @@ def test_a_source_that_is_not_allowed_is_refused(code: Path, tmp_path: Path) -> 
         require_metrics(settings_of(tone=named(code, "constant")), AllowedCode(("/srv",), tmp_path))
 
 
-def test_a_metric_that_fails_on_a_document_has_no_figures_and_the_others_have(
+def test_a_metric_that_fails_on_a_document_has_no_figures_others_have(
     code: Path, models: dict[str, Path], tmp_path: Path
 ) -> None:
     settings = settings_of(tone=named(code, "odd_texts"), half=named(code, "constant"))

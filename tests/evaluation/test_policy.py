@@ -72,7 +72,7 @@ def test_an_installation_keeps_the_policies_as_they_were_read(tmp_path: Path) ->
         assert digest_of(found.policy(model)) == digest_of(profile.gate.policy(model))
 
 
-def test_the_decision_names_its_policy_and_one_of_an_older_version_does_not() -> None:
+def test_a_decision_names_its_policy_and_an_older_versions_does_not() -> None:
     policy = Policy(**LOOSE)
     decision = decide(passing(), policy, champion=None, lineage=LINEAGE)
     assert decision.policy_digest == digest_of(policy)

@@ -151,7 +151,7 @@ def test_forms_describe_each_parameter_and_leave_out_what_paceline_gives(
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda each: each["name"])
-def test_a_form_has_examples_of_texts_limits_of_numbers_and_no_raw_objects(
+def test_a_form_has_examples_of_texts_number_limits_and_no_raw_objects(
     deployment: dict[str, Any],
 ) -> None:
     module, _, name = deployment["entrypoint"].rpartition(".")

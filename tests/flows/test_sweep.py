@@ -110,7 +110,7 @@ def run(runtime: Runtime, parameters: dict[str, Any], run_id: str) -> SweepShown
     return found
 
 
-def test_a_detached_sweep_is_one_run_in_mlflow_with_a_child_for_each_trial(
+def test_a_detached_sweep_is_one_mlflow_run_with_a_child_for_each_trial(
     runtime: Runtime, installation: Installation, typed: Callable[..., dict[str, Any]]
 ) -> None:
     began, registry = new_run_id(), Registry.from_runtime(runtime)

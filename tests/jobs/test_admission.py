@@ -185,7 +185,7 @@ def test_gangs_that_a_quota_covers_come_before_those_that_borrow() -> None:
     assert list(decide(fleet, waiting, running, quotas, 10.0).admitted) == ["late"]
 
 
-def test_small_gangs_start_beside_a_blocked_one_and_make_way_once_it_is_old() -> None:
+def test_small_gangs_start_beside_a_blocked_one_until_it_is_old() -> None:
     fleet = rack_of_hosts("a", 2)
     running = [held(gang("runs", 8, queued_at=-1.0), "a-0")]
     big, small = gang("big", 16), gang("small", 8, queued_at=1.0)
@@ -200,7 +200,7 @@ def test_small_gangs_start_beside_a_blocked_one_and_make_way_once_it_is_old() ->
     }
 
 
-def test_an_old_gang_larger_than_its_quota_gets_its_turn_before_the_quotas_of_other_teams() -> None:
+def test_an_old_gang_above_its_quota_gets_its_turn_before_other_teams() -> None:
     fleet = rack_of_hosts("a", 2)
     running = [held(gang(f"own-{n}", 8, team="vision", queued_at=9.0), f"a-{n}") for n in (0, 1)]
     big, quotas = gang("big", 16), {"vision": Quota(slots=16)}
@@ -224,7 +224,7 @@ def test_small_gangs_share_a_host_and_fill_it_up() -> None:
     assert {name for each in packed.values() for name in each.hosts} == {"a-0", "a-1"}
 
 
-def test_a_gang_over_several_hosts_takes_empty_ones_and_leaves_the_rest_of_the_last() -> None:
+def test_a_gang_over_hosts_takes_empty_ones_and_shares_the_last() -> None:
     small = held(gang("small", 1), "a-0")
     fleet = rack_of_hosts("a", 3)
     decision = decide(fleet, [gang("big", 12), gang("late", 4, queued_at=1.0)], [small], {}, 2.0)
@@ -242,7 +242,7 @@ def test_only_as_many_of_a_hosts_gangs_are_preempted_as_are_needed() -> None:
     assert decision.preempted.keys() == {"low-0", "low-1"}
 
 
-def test_gangs_that_share_hosts_leave_together_for_one_that_needs_the_hosts_empty() -> None:
+def test_gangs_that_share_hosts_leave_together_for_one_that_needs_all() -> None:
     running = [
         held(gang("wide", 8), "a-0", "a-1"),
         held(gang("beside", 4), "a-1"),
@@ -542,7 +542,7 @@ def test_the_order_of_the_inputs_changes_nothing(
 
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(worlds, gangs(), gangs(), st.lists(st.sampled_from(("", "a", "b")), min_size=9, max_size=9))
-def test_of_gangs_that_train_the_same_one_starts_and_nothing_makes_way_for_the_others(
+def test_of_gangs_that_train_the_same_one_starts_and_none_make_way(
     world: World, earlier: list[Gang], queue: list[Gang], trainings: list[str]
 ) -> None:
     world.waiting = earlier
@@ -582,7 +582,7 @@ def gang_before_takes_the_hosts() -> tuple[World, list[Gang], list[Gang]]:
 @example(other_team_after_a_preemption())
 @example(gang_before_takes_the_hosts())
 @given(st.tuples(worlds, gangs(), gangs(4)))
-def test_a_preemption_is_followed_by_the_start_of_its_gang_or_of_one_before_it(
+def test_after_a_preemption_its_gang_starts_or_one_before_it(
     given: tuple[World, list[Gang], list[Gang]],
 ) -> None:
     world, queue, urgent = given
@@ -627,7 +627,7 @@ def place_in_queue(each: Gang) -> tuple[int, float, str]:
 
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(worlds, gangs(), gangs())
-def test_a_reclaim_is_followed_by_the_start_of_its_gang_or_of_one_before_it(
+def test_after_a_reclaim_its_gang_starts_or_one_before_it(
     world: World, borrowers: list[Gang], owners: list[Gang]
 ) -> None:
     world.quotas = {"nlp": Quota(slots=12)}

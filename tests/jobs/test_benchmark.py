@@ -105,7 +105,7 @@ def test_a_slow_recovery_shows_where_its_seconds_went() -> None:
 @pytest.mark.slow
 @pytest.mark.xdist_group("installation")
 @pytest.mark.timeout(1800)
-def test_jobs_that_are_killed_and_preempted_while_the_leader_changes_end_as_they_should(
+def test_jobs_killed_and_preempted_while_the_leader_changes_end_properly(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     code = jobs_under_faults.main(["--tiny", "--out", str(tmp_path)])

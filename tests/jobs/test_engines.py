@@ -182,7 +182,7 @@ def queue(runtime: Runtime, site: Site) -> SlurmQueue:
         ({"priority": -7}, {"--nice=7"}),
     ],
 )
-def test_a_job_asks_for_its_gang_by_its_own_words_its_teams_or_the_profiles(
+def test_a_job_requests_its_gang_in_its_own_its_teams_or_profiles_words(
     tmp_path: Path, spec: dict[str, Any], words: set[str]
 ) -> None:
     teams = '{nlp = {partition = "nlp", account = "lab", qos = "high"}}'
@@ -258,7 +258,7 @@ def test_the_engine_is_the_profiles(tmp_path: Path) -> None:
     assert kind("slurm", **{"cluster.slurm.per_job": "false"}) is OwnAdmission
 
 
-def test_a_job_waits_with_slurms_reason_runs_on_its_nodes_and_gives_them_back(
+def test_a_job_waits_with_slurms_reason_and_gives_its_nodes_back(
     queue: SlurmQueue, site: Site
 ) -> None:
     job_id = queue.submit(4)
@@ -298,7 +298,7 @@ def test_a_job_starts_once_every_node_has_a_worker(queue: SlurmQueue) -> None:
     assert queue.state(job_id) is S.STARTING
 
 
-def test_a_coordinator_that_died_after_sbatch_is_followed_without_a_second_allocation(
+def test_after_a_death_behind_sbatch_there_is_no_second_allocation(
     queue: SlurmQueue, site: Site
 ) -> None:
     job_id = queue.submit(4)
@@ -343,7 +343,7 @@ def test_a_refusal_for_good_fails_the_job_and_another_is_tried_again(
     assert len(site.called("sbatch")) == calls
 
 
-def test_a_job_that_slurm_preempts_saves_waits_and_goes_on_in_the_same_slurm_job(
+def test_a_job_that_slurm_preempts_goes_on_in_the_same_slurm_job(
     queue: SlurmQueue, site: Site
 ) -> None:
     job_id = queue.submit(4)
@@ -369,7 +369,7 @@ def test_a_job_that_slurm_preempts_saves_waits_and_goes_on_in_the_same_slurm_job
 
 
 @pytest.mark.parametrize("ended", ["TIMEOUT", "NODE_FAIL", "PREEMPTED"])
-def test_an_allocation_that_ended_without_the_jobs_doing_is_followed_by_another(
+def test_an_allocation_that_ended_by_itself_is_followed_by_another(
     queue: SlurmQueue, site: Site, ended: str
 ) -> None:
     job_id = queue.submit(4)
@@ -449,7 +449,7 @@ def test_a_lost_flow_starts_again_in_the_allocation_and_a_cancel_frees_it(
     assert queue.state(job_id) is S.CANCELLED
 
 
-def test_an_allocation_without_a_job_is_released_and_other_peoples_are_left_alone(
+def test_an_allocation_without_a_job_is_released_and_others_left_alone(
     queue: SlurmQueue, site: Site
 ) -> None:
     site.queue(
@@ -666,7 +666,7 @@ def test_a_fault_of_slurm_refuses_and_fails_no_job(
     assert said in queue.job(job_id).reason
 
 
-def test_what_slurm_has_taken_in_a_test_waits_with_a_reason_that_is_not_known(
+def test_what_slurm_took_in_a_test_waits_with_an_unknown_reason(
     queue: SlurmQueue, site: Site
 ) -> None:
     site.says("sbatch", "echo 'sbatch: error: the site is closed on Fridays' >&2; exit 1")
@@ -685,7 +685,7 @@ def test_a_leader_that_stops_submits_nothing(queue: SlurmQueue, site: Site) -> N
     assert not site.called("sbatch")
 
 
-def test_nodes_of_another_kind_than_the_job_began_on_go_back_and_others_are_requested(
+def test_nodes_of_another_kind_than_before_go_back_for_others(
     queue: SlurmQueue, site: Site
 ) -> None:
     queue.store.workers = [worker("n1", 2, "NVIDIA L4"), worker("n2", 2)]
@@ -722,7 +722,7 @@ def test_nodes_of_two_kinds_go_back(runtime: Runtime) -> None:
         assert (found.phase, found.avoid) == ("waiting", avoid)
 
 
-def test_a_part_of_a_kinds_name_that_several_nodes_have_is_the_granted_nodes_kind(
+def test_part_of_a_kinds_name_that_nodes_share_is_the_granted_nodes_kind(
     runtime: Runtime,
 ) -> None:
     hosts = [
@@ -965,7 +965,7 @@ def test_a_group_that_was_applied_in_part_is_completed(cluster: Cluster) -> None
     assert cluster.called("apply") == 2
 
 
-def test_a_used_quota_of_the_namespace_passes_and_another_refusal_does_not(
+def test_a_used_quota_of_a_namespace_passes_and_another_refusal_does_not(
     cluster: Cluster,
 ) -> None:
     asked = request(cluster.runtime, resources={"ranks": 4})

@@ -243,7 +243,7 @@ def twins(queue: Queue, *of_each: dict[str, Any]) -> list[str]:
     return [queue.add(SubmitJob.model_validate(spec | each)).job_id for each in of_each]
 
 
-def test_of_identical_jobs_the_one_of_higher_priority_begins_and_the_other_waits_for_it(
+def test_of_identical_jobs_the_one_of_higher_priority_begins_first(
     queue: Queue,
 ) -> None:
     first, second = twins(queue, {}, {"team": "b", "priority": 9})
@@ -411,7 +411,7 @@ def test_prefect_does_not_show_a_dead_flow_as_cancelling_for_ever(
     assert queue.flows.runs[lives] == "CANCELLING", "it is not lost"
 
 
-def test_a_flow_that_was_lost_while_prefect_was_away_is_cancelled_afterwards(queue: Queue) -> None:
+def test_a_flow_lost_while_prefect_was_away_is_cancelled_afterwards(queue: Queue) -> None:
     job_id = queue.submit(2)
     queue.look()
     lost = queue.flow_of(job_id)
@@ -503,7 +503,7 @@ def test_pause_saves_the_job_and_resume_goes_on_on_any_nodes(queue: Queue) -> No
     assert queue.job(job_id).attempt == 2
 
 
-def test_checkpoints_of_an_earlier_flow_run_stay_until_the_next_saves_its_own(queue: Queue) -> None:
+def test_checkpoints_of_an_earlier_run_stay_until_the_next_saves_its_own(queue: Queue) -> None:
     job_id = queue.submit(2)
     queue.look()
     first = JobCheckpoint(step=40, object_ref="s3://b/c/40", created_at=queue.now)
@@ -530,7 +530,7 @@ def test_checkpoints_of_an_earlier_flow_run_stay_until_the_next_saves_its_own(qu
     assert report.checkpoints == (newer,)
 
 
-def test_a_preemption_counts_the_work_since_the_checkpoint_or_the_attempts_begin() -> None:
+def test_a_preemption_counts_work_since_the_checkpoint_or_the_begin() -> None:
     """Of two victims the one with less work to lose is taken, however long ago it began."""
     queue = Queue(worker("node-0"), worker("node-1"))
     old, young = queue.submit(1), queue.submit(1)
@@ -635,7 +635,7 @@ def test_an_adopted_flow_waits_its_turn_and_is_never_preempted(queue: Queue) -> 
     assert queue.state(mine) is S.SUCCEEDED
 
 
-def test_an_adopted_flow_that_can_wait_again_is_preempted_and_goes_on_in_its_own_process(
+def test_an_adopted_flow_that_can_wait_is_preempted_and_goes_on_in_place(
     queue: Queue,
 ) -> None:
     spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
@@ -679,7 +679,7 @@ def test_an_adopted_flow_that_can_wait_again_is_preempted_and_goes_on_in_its_own
 
 
 @pytest.mark.parametrize("report", [{"outcome": "cancelled"}, {}], ids=["Ctrl-C", "lost"])
-def test_an_adopted_flow_that_ends_while_it_yields_is_not_started_by_the_queue(
+def test_an_adopted_flow_that_ends_while_it_yields_is_not_started_again(
     queue: Queue, report: dict[str, Any]
 ) -> None:
     spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
@@ -695,7 +695,7 @@ def test_an_adopted_flow_that_ends_while_it_yields_is_not_started_by_the_queue(
     assert queue.state(mine) is (S.CANCELLED if report else S.FAILED)
 
 
-def test_an_adopted_flow_that_dies_while_it_is_paused_fails_with_what_to_do(
+def test_an_adopted_flow_that_dies_while_paused_fails_with_what_to_do(
     queue: Queue, caplog: pytest.LogCaptureFixture
 ) -> None:
     queue.submit(4)

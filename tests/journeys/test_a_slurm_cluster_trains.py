@@ -138,7 +138,7 @@ def test_a_full_cluster_and_a_wrong_partition_are_one_line(fleet: Trainers) -> N
     nothing_is_left(fleet)
 
 
-def test_a_cancelled_job_ends_the_command_and_a_killed_command_leaves_one_job(
+def test_a_cancelled_job_ends_the_command_a_killed_command_leaves_a_job(
     fleet: Trainers,
 ) -> None:
     running = start_cluster(fleet)

@@ -42,9 +42,7 @@ def size_of(checkpoints: Path) -> int:
 
 
 @pytest.mark.timeout(400)
-def test_what_the_page_says_trains_adapters_that_transformers_and_peft_load(
-    places, tmp_path
-) -> None:
+def test_the_page_trains_adapters_that_transformers_and_peft_load(places, tmp_path) -> None:
     lines = commands_under(PAGE, "Train adapters only", **places)
     assert len(lines) == 2
     full = commands_under(PAGE, "Train it", **places)[0]

@@ -110,7 +110,7 @@ def test_a_cancelled_job_and_one_whose_flow_died_keep_no_nodes(fleet: Trainers) 
 
 
 @pytest.mark.chaos  # minutes each: see CONTRIBUTING.md
-def test_a_requeued_job_goes_on_at_the_checkpoint_that_it_saved_when_it_was_taken(
+def test_a_requeued_job_goes_on_at_the_checkpoint_of_its_preemption(
     fleet: Trainers,
 ) -> None:
     """No checkpoint is made but the one at SIGTERM."""

@@ -407,7 +407,7 @@ def test_digesting_that_is_stopped_ends_within_a_block(
     assert len(hashed) < 100  # of 147 blocks: other threads may be within theirs
 
 
-def test_a_name_as_hubs_have_it_is_one_directory_and_its_commits_have_no_order() -> None:
+def test_a_hubs_name_is_one_directory_and_its_commits_have_no_order() -> None:
     assert building.check_name("model_id", "meta-llama/Llama-3.1-8B") == "meta-llama/Llama-3.1-8B"
     with pytest.raises(InvalidManifest, match="version"):
         building.check_name("version", "a/b")

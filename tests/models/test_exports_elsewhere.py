@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 from paceline.models import Pretrained, pretrained, read_index
-from paceline.training.checkpoint import TrainState, WholeModel, export
+from paceline.training.checkpoint import TrainState, export
 from paceline.training.loop import Group
 from tests.support.hugging_face import FAMILIES, LLAMA3_ROPE, write_model
 
@@ -90,7 +90,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
         model(torch.tensor([TOKENS])).logsumexp(-1).mean().backward()
         optimizer.step()
         into = root / family / "export"
-        export(TrainState(WholeModel(model), optimizer, Group()), None, into, pretrained=opened)
+        export(TrainState([model], optimizer, Group()), None, into, pretrained=opened)
         with torch.no_grad():
             found[family] = into, model(torch.tensor([TOKENS])).flatten()[::7].tolist()
     patched.undo()

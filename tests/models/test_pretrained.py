@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from paceline.errors import PacelineError, PermanentError
 from paceline.models import Pretrained, config_for, is_pretrained, new_model, save_model
-from paceline.training.checkpoint import TrainState, WholeModel, export
+from paceline.training.checkpoint import TrainState, export
 from paceline.training.loop import Group
 from tests.support.hugging_face import write_model, write_tokenizer
 
@@ -185,7 +185,7 @@ def test_files_in_halves_are_loaded_in_float32(tmp_path) -> None:
 def test_transformers_reads_an_export_in_the_dtype_that_was_named(written, tmp_path) -> None:
     pretrained = Pretrained.open(written["llama"])
     model = pretrained.load()
-    state = TrainState(WholeModel(model), torch.optim.SGD(model.parameters()), Group())
+    state = TrainState([model], torch.optim.SGD(model.parameters()), Group())
     into = tmp_path / "export"
     export(state, None, into, pretrained=pretrained, dtype=torch.bfloat16)
     found = AutoModelForCausalLM.from_pretrained(into)

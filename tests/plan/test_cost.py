@@ -58,7 +58,7 @@ def test_the_mission_s_table_comes_out(
     ("workers", "goal", "chosen"),
     [(100, 404, "chain"), (1000, 412, "chain"), (10_000, 440, "tree-of-chains")],
 )
-def test_a_chain_reaches_the_goal_until_depth_and_deaths_outweigh_sharing_links(
+def test_a_chain_reaches_the_goal_until_depth_and_deaths_outweigh_it(
     workers: int, goal: float, chosen: str
 ) -> None:
     table = plan_table(FleetDescription(size_bytes=MODEL, workers=workers, link_mbit=10_000))

@@ -39,7 +39,7 @@ def test_every_worker_reaches_every_chunk_without_a_cycle(
 
 @settings(deadline=None, max_examples=25)
 @given(fleet=fleets(chunks=False), seed=st.integers(0, 5))
-def test_a_chain_crosses_into_each_rack_once_and_none_but_the_complete_feed_two(
+def test_a_chain_enters_each_rack_once_and_only_the_complete_feed_two(
     fleet: list[PlanWorker], seed: int
 ) -> None:
     racks = {each.worker_id: rack_of(each) for each in fleet}

@@ -259,7 +259,7 @@ def test_a_worker_that_comes_back_finds_its_old_place() -> None:
 
 
 @pytest.mark.parametrize("standing", [Standing.TAIL, Standing.QUARANTINED])
-def test_where_only_slow_or_quarantined_workers_are_left_they_make_the_line(
+def test_if_only_slow_or_quarantined_workers_are_left_they_make_the_line(
     standing: Standing,
 ) -> None:
     fleet = [replace(each, standing=standing) for each in racks_of(4, 2)]

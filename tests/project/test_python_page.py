@@ -62,7 +62,7 @@ def test_a_program_reads_what_is_wrong(tmp_path: Path) -> None:
     assert said == "not a size '500' a number with its unit: 500GB, 64MiB, 512B\n"
 
 
-def test_the_package_offers_what_the_page_names_and_imports_nothing_for_it() -> None:
+def test_the_package_offers_what_the_page_names_and_imports_nothing() -> None:
     named = set(re.findall(r"\bpaceline\.([A-Za-z]+)\(", PAGE.read_text()))
     assert named <= {*paceline.__all__}
     code = "import paceline, sys; print({'boto3', 'torch', 'pydantic', 'numpy'} & {*sys.modules})"

@@ -107,7 +107,7 @@ WHERE = (
 )
 
 
-def test_where_finds_a_run_by_its_beginning_and_refuses_others_without_mlflow(
+def test_where_finds_a_run_by_its_beginning_without_importing_mlflow(
     registry: Registry, tmp_path: Path
 ) -> None:
     ids = ("run-20260102-000000-aaaaaa", "run-20260102-000000-aabbbb", "run-20260103-000000-cccccc")

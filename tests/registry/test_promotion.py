@@ -355,7 +355,7 @@ def test_addresses_resolve_to_published_bytes(registry: Registry) -> None:
         ("Basic dXNlcjpwYXNz", {"USERNAME": "user", "PASSWORD": "pass"}),
     ],
 )
-def test_credentials_of_a_server_elsewhere_are_those_of_mlflows_own_clients(
+def test_a_server_elsewhere_has_the_credentials_of_mlflows_own_clients(
     registry: Registry, monkeypatch: pytest.MonkeyPatch, asked: str, variables: dict[str, str]
 ) -> None:
     story = Story(registry, 1)

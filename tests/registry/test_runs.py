@@ -64,7 +64,7 @@ def test_what_is_logged_can_be_read_back(registry: Registry, tmp_path: Path) -> 
     assert registry.read_artifact(run, "evaluation/report.png") == b"png"
 
 
-def test_a_report_of_an_older_version_keeps_its_digest_and_its_differences() -> None:
+def test_an_older_versions_report_keeps_its_digest_and_differences() -> None:
     better = {"value": -0.87, "low": -0.9, "high": -0.8}
     fields = make_evidence("bytelm", "x").evaluation.model_dump(mode="json")
     fields["scores"][0]["gain_over"] = {"base": better}

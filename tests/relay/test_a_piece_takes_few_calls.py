@@ -12,7 +12,7 @@ from tests.support.local_fleet import LocalFleet
 
 PIECES = 48
 PIECE_BYTES = 128 * 1024  # received as one block
-MAX_CALLS = 42  # 40 where each read brings one piece, 23 where it brings two or more
+MAX_CALLS = 35  # 34 where each read brings one piece, 19 where it brings two or more
 MAX_FILES = 8  # of this package, over which they are spread
 
 

@@ -42,7 +42,8 @@ def blocks(link: Link, reader: ReadCoalescer, count: int) -> float:
     since_s = link.now_s
     for _ in range(count):
         began_s = link.monotonic()
-        reader.sleep(BLOCK)
+        if wait_s := reader.wait_s(BLOCK):
+            reader.sleep(wait_s)
         read_s = link.monotonic()
         link.read(BLOCK)
         reader.read(BLOCK, began_s, link.monotonic() - read_s)

@@ -69,7 +69,7 @@ def test_the_log_names_what_a_transfer_waits_for_and_for_how_long(
     assert sum("no piece for" in each for each in caplog.messages) == 1
 
 
-def test_a_session_names_its_first_missing_piece_and_the_age_of_its_source() -> None:
+def test_a_session_names_its_first_missing_piece_and_its_sources_age() -> None:
     manifest = paper_manifest(16)
     session = RelaySession(worker_id="me", manifest=manifest, held=range(3))
     session.handle(LanesAssigned(lanes("me", manifest, worker("node-0"))), 10.0)

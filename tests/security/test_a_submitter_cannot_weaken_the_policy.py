@@ -94,7 +94,7 @@ def test_the_command_line_has_no_option_that_could_change_it(command: object, op
     assert f"No such option '{option}'" in ended.output
 
 
-def test_an_evaluation_is_found_by_its_run_and_its_job_and_no_one_else_can_name_one() -> None:
+def test_an_evaluation_is_found_by_its_run_and_its_job_alone() -> None:
     bucket = Bucket()
     run, digest, _ = recorded(bucket)
     with pytest.raises(GateRefused, match="no evaluation of it was recorded"):

@@ -237,7 +237,7 @@ def test_a_renewal_does_not_exchange_the_authority(two: Two, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("leader", ["ours", "theirs", "plain"])
-def test_a_join_at_a_follower_follows_only_to_a_leader_of_the_pinned_authority(
+def test_a_join_at_a_follower_goes_only_to_a_leader_of_the_pin(
     two: Two, tmp_path: Path, leader: str
 ) -> None:
     """The leader's URL is not listed on a node that has yet to join: its certificate decides."""

@@ -60,7 +60,7 @@ def test_ranges_are_read_without_credentials_and_each_url_is_signed_once(
         store.head("s3://signed/nothing")
 
 
-def test_a_url_that_ends_is_signed_anew_and_what_is_refused_twice_is_refused(
+def test_an_expired_url_is_signed_anew_and_a_second_refusal_counts(
     owner: ObjectStore,
 ) -> None:
     data = os.urandom(100_000)

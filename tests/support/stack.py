@@ -51,7 +51,7 @@ def environment() -> dict[str, str]:
     # what commands keep for their user is not for whoever runs the tests
     kept = {"XDG_CONFIG_HOME": str(Path(tempfile.gettempdir(), "paceline-tests"))} | kept
     # as on many a company's machine: no call to loopback may go there
-    return {each: CLOSED_PROXY for each in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY")} | kept
+    return dict.fromkeys(("HTTP_PROXY", "http_proxy", "HTTPS_PROXY"), CLOSED_PROXY) | kept
 
 
 def start(*words: str, state: Path, **popen: Any) -> subprocess.Popen[str]:

@@ -146,7 +146,7 @@ def test_steps_are_counted_once_and_their_time_by_class() -> None:
     assert times.began_step == 10
 
 
-def test_an_adopted_training_that_is_preempted_waits_again_and_reports_each_attempt_once() -> None:
+def test_a_preempted_adopted_training_reports_each_attempt_once() -> None:
     coordinator = Coordinator("mine", JobState.RUNNING)
     run, warned = run_of(coordinator), list[str]()
     run.warn, run.report = warned.append, lambda *_: None
@@ -275,7 +275,7 @@ def away(status: int) -> httpx.HTTPStatusError:
     ],
     ids=["503", "500", "404", "no answer", "another timeout"],
 )
-def test_a_flow_whose_prefect_server_is_busy_is_started_again_by_the_queue(
+def test_the_queue_starts_a_flow_again_whose_prefect_server_is_busy(
     error: Exception, passes: bool
 ) -> None:
     coordinator = Coordinator("mine")

@@ -111,7 +111,7 @@ def test_what_is_asked_for_and_cannot_be_is_refused() -> None:
         gang_of(run_with(tp=2), ranks=3)
 
 
-def test_tasks_of_a_model_that_fits_no_process_are_refused_with_the_figures() -> None:
+def test_tasks_of_a_model_too_large_for_a_process_are_refused_in_figures() -> None:
     metric = MetricSettings(code_ref="m:f", higher_is_better=True)
     for asked in ({"tasks": "./tasks"}, {"metrics": {"tone": metric}}):
         run = run_with(**asked)

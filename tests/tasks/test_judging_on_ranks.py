@@ -259,7 +259,7 @@ def test_no_rank_holds_a_whole_model(watched: Watched, root: Path) -> None:
     assert all(0.4 * whole < each < 0.8 * whole for each in grown)
 
 
-def test_a_rank_that_is_killed_is_started_again_and_nothing_is_recorded_half(
+def test_a_killed_rank_is_started_again_and_nothing_is_recorded_half(
     watched: Watched, root: Path, alone: EvaluationReport
 ) -> None:
     (root / KILL).touch()

@@ -65,7 +65,7 @@ def test_the_sign_of_change_covers_features_and_tokenizer(tmp_path: Path) -> Non
         before = after
 
 
-def test_drift_is_noted_or_refused_and_the_last_good_snapshot_is_the_measure() -> None:
+def test_drift_from_the_last_good_snapshot_is_noted_or_refused() -> None:
     def columns(mean: float) -> list[dict[str, Any]]:
         found = {"kind": "bytes", "mean_length": 10.0, "least": 0.0, "greatest": 100.0}
         return [{"column": "tokens", "mean": mean, **found}]

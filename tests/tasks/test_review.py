@@ -123,7 +123,7 @@ def test_the_newest_decision_counts(run: Run) -> None:
         approval.require_reviewed(run, digest, result)
 
 
-def test_an_acceptance_is_of_one_result_and_not_of_the_next_training_with_its_id(run: Run) -> None:
+def test_an_acceptance_is_of_one_result_not_of_the_next_with_its_id(run: Run) -> None:
     queue: Any = run.coordinator
     digest, _ = recorded(run, **BAD)
     queue.add(digest, S.NEEDS_REVIEW, S.SUCCEEDED)
@@ -173,7 +173,7 @@ def test_the_flow_that_promotes_asks_before_it_does_anything(
     assert asked == [(result.snapshot_url, "", {("nlp", "")})]
 
 
-def test_a_rule_that_was_revoked_while_the_job_waited_ends_it_before_a_node_is_busy(
+def test_a_rule_revoked_while_a_job_waits_ends_it_before_a_node_is_busy(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshot = SimpleNamespace(url="s3://b/s", purpose="tests", project="demo")

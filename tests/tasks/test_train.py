@@ -85,7 +85,7 @@ def test_ranks_go_to_the_nodes_with_the_most_accelerators(
     assert (decided.ranks_per_node, " ".join(held)) == placed
 
 
-def test_a_job_is_charged_for_each_accelerator_of_its_nodes_and_for_nodes_without() -> None:
+def test_a_job_is_charged_for_accelerators_and_for_nodes_without() -> None:
     fleet = [node("a", 8), node("b", 8), node("c"), node("d", 8)]
     assert accelerators_of(fleet, ["a", "b", "c"], None) == {"H100": 16, "cpu": 1}
     part = JobPlacement(hosts={"a": 8, "b": 3}, level="rack")

@@ -31,7 +31,6 @@ from paceline.training.checkpoint import (
     Generation,
     Generations,
     TrainState,
-    WholeModel,
     export,
     resume_newest_healthy,
 )
@@ -66,7 +65,7 @@ class State:
         return [tensors[name].numpy().tobytes() for name in sorted(tensors)]
 
     def train_state(self) -> TrainState:
-        return TrainState(WholeModel(self.model), self.optimizer, Group())
+        return TrainState([self.model], self.optimizer, Group())
 
     def saver(self, generations: Generations, **changes: object) -> Checkpointer:
         return saver_of(generations, self.train_state(), **changes)
@@ -440,7 +439,7 @@ def test_state_of_another_model_or_configuration_is_refused_and_kept(
     two: State, generations: Generations, tmp_path: Path
 ) -> None:
     other = new_model(config_for(80_000, 32), 0)
-    state = TrainState(WholeModel(other), new_optimizer(other, TrainingSettings()), Group())
+    state = TrainState([other], new_optimizer(other, TrainingSettings()), Group())
     before = [tensor.clone() for tensor in other.state_dict().values()]
     with pytest.raises(TrainingFailed, match="another model"):
         resume_newest_healthy(generations, state, config_digest=DIGEST, work_dir=tmp_path)
@@ -501,10 +500,10 @@ def test_a_model_of_one_s_own_is_exported_and_comes_back_as_it_is(tmp_path: Path
         model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5)).bfloat16()
         model.register_buffer("seen", torch.tensor([True, False]))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        return TrainState(WholeModel(model), optimizer, Group())
+        return TrainState([model], optimizer, Group())
 
     state = made()
-    (model,) = state.parallel.modules
+    (model,) = state.modules
     torch.autograd.backward(model(torch.ones(4, 3).bfloat16()).sum())
     state.optimizer.step()
     generations = Generations(DiskStore(), DiskStore.url_of(tmp_path / "own"))
@@ -538,7 +537,7 @@ def test_a_large_part_goes_to_s3_in_parallel_parts_without_a_file(
 
     def made(tensor: torch.Tensor) -> TrainState:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return TrainState(WholeModel(model), optimizer, Group(), extra={"big": tensor})
+        return TrainState([model], optimizer, Group(), extra={"big": tensor})
 
     saver_of(generations, made(big)).save_last(1, {}, {})
     again = made(torch.zeros_like(big))

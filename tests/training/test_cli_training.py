@@ -37,7 +37,6 @@ from paceline.training.checkpoint import (
     Checkpointer,
     Generations,
     TrainState,
-    WholeModel,
 )
 from paceline.training.launcher import MIB, require_memory
 from paceline.training.loop import Group, new_optimizer
@@ -405,7 +404,7 @@ def test_checkpoints_are_listed_and_exported(tmp_path: Path, text: Path) -> None
     tensors = {f"model.{name}": each for name, each in model.state_dict().items()}
     job = tmp_path / "job"
     generations = Generations(DiskStore(), DiskStore.url_of(job))
-    state = TrainState(WholeModel(model), new_optimizer(model, TrainingSettings()), Group())
+    state = TrainState([model], new_optimizer(model, TrainingSettings()), Group())
     saver = Checkpointer(
         generations,
         state,

@@ -100,7 +100,7 @@ def test_a_damaged_shard_stops_the_promotion_until_a_reviewer_accepts_it(
 
 
 @pytest.mark.parametrize("evaluated", [False, True], ids=["trained on", "judged on"])
-def test_a_purpose_revoked_while_a_flow_waits_refuses_it_before_a_node_is_busy(
+def test_a_purpose_revoked_while_a_flow_waits_refuses_it_at_once(
     camp: Camp, served: Served, evaluated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job.flow_run, "get_id", lambda: "flow-1")

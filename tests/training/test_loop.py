@@ -257,7 +257,7 @@ def test_an_interval_in_seconds_has_one_save(tmp_path: Path) -> None:
     generations = Generations(DiskStore(), DiskStore.url_of(tmp_path))
     saver = Checkpointer(
         generations,
-        TrainState(parallel, optimizer, Group()),
+        TrainState(parallel.modules, optimizer, Group()),
         CheckpointSettings(interval="seconds", every_s=3.0, keep=20),
         job_id="job",
         config_digest="c" * 64,

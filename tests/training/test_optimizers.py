@@ -94,7 +94,7 @@ def test_groups_take_the_steps_of_a_plain_loop() -> None:
     assert losses != pytest.approx(run().losses, abs=1e-4), "the groups make a difference"
 
 
-def test_the_first_matching_group_wins_and_tied_weights_have_all_their_names() -> None:
+def test_the_first_matching_group_wins_by_any_name_of_tied_weights() -> None:
     model = new_model(CONFIG, 0)
     model.head = nn.Linear(CONFIG.hidden_size, CONFIG.vocab_size, bias=False)
     model.head.weight = model.model.embed_tokens.weight
@@ -139,7 +139,7 @@ def test_muon_takes_the_steps_of_a_plain_loop_with_torchs_two_optimizers() -> No
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
-def test_evaluations_have_the_moving_average_and_training_goes_on_without_it(
+def test_evaluations_have_the_moving_average_and_training_has_not(
     optimizer: str,
 ) -> None:
     settings = change(optimizer=optimizer, ema={"decay": 0.8}, evaluate_every_steps=1)

@@ -281,7 +281,7 @@ def test_lost_steps_are_counted_once(tmp_path: Path) -> None:
     assert [each.lost_steps for each in found.restarts] == [10, 2]
 
 
-def test_an_attempt_that_ends_before_it_resumes_hides_no_lost_step_and_adds_none(
+def test_an_attempt_that_ends_before_it_resumes_changes_no_lost_steps(
     tmp_path: Path,
 ) -> None:
     def at(step: int, event: str = "step") -> RankEvent:

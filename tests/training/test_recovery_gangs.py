@@ -127,7 +127,7 @@ def run(gangs: GangSupervisor, attempt: int = 1, on_event: Any = None) -> GangRe
     return gangs.run_gang(members, "{}", attempt, on_event)
 
 
-def test_a_gang_whose_nodes_are_all_gone_waits_for_one_and_then_for_the_rest(nodes: Nodes) -> None:
+def test_a_gang_without_nodes_waits_for_one_and_then_for_the_rest(nodes: Nodes) -> None:
     nodes.away = {"a", "b"}
     gangs = GangSupervisor(nodes, Deadlines(), node_wait_s=600.0)
     nodes.later(300.0, lambda: nodes.away.discard("a"))

@@ -111,7 +111,7 @@ def bits_per_byte(camp: Camp, snapshot: Snapshot, export: Path, cache: Path) -> 
     return bits / sum(len(each.text) for each in held_out)
 
 
-def test_its_bits_per_byte_are_those_of_a_direct_computation_and_the_gate_takes_them(
+def test_its_bits_per_byte_are_as_computed_directly_and_pass_the_gate(
     camp: Camp, export: tuple[str, Path], base_dir: Path, tmp_path: Path
 ) -> None:
     url, directory = export
@@ -230,7 +230,7 @@ def test_it_is_not_taken_for_another_kind_of_model(export: tuple[str, Path]) -> 
         TextModel.open(directory)
 
 
-def test_a_candidate_that_cannot_be_built_is_refused_before_a_node_is_busy(
+def test_an_unbuildable_candidate_is_refused_before_a_node_is_busy(
     camp: Camp, export: tuple[str, Path]
 ) -> None:
     base = camp.manifest_digest
@@ -384,7 +384,7 @@ def make(task):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)  # four processes
-def test_a_killed_evaluator_leaves_nothing_behind_and_the_same_command_goes_on(
+def test_a_killed_evaluator_leaves_nothing_and_the_same_command_goes_on(
     camp: Camp, export: tuple[str, Path], tmp_path: Path
 ) -> None:
     code, hold = tmp_path / "code", tmp_path / "hold"

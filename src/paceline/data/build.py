@@ -150,8 +150,7 @@ class SnapshotBuilder:
 
     def record(self, source: str) -> SnapshotRecord:
         settings = self.settings
-        order = {split: number for number, split in enumerate(SPLITS)}
-        shards = sorted(self.shards, key=lambda each: order[each.split])  # stable: as written
+        shards = sorted(self.shards, key=lambda each: SPLITS.index(each.split))  # stable
         is_masked = MASK_COLUMN in (self.columns or ())
         return SnapshotRecord(
             purpose=settings.purpose,
@@ -244,8 +243,7 @@ class SnapshotBuilder:
         schemas: Counter[tuple[Column, ...]] = Counter()
         held = 0
         while len(first) < SCHEMA_SAMPLES and (held < BATCH_BYTES or len(first) < 3):
-            each = next(coming, None)
-            if each is None:
+            if (each := next(coming, None)) is None:
                 break
             if isinstance(each, UnusableSample):
                 yield each
@@ -487,14 +485,12 @@ def _too_little(built: SnapshotBuilder, where: str, settings: DataSettings) -> I
         do = "Raise data.max_bytes."
     elif TOO_LONG in built.skipped.summary:
         do = "Raise data.max_tokens, or model.context where that is not set; or shorten them."
-    elif built.skipped.count:
-        do = "Mend what was skipped, for the reason given."
     else:
-        do = "Add samples."
+        skipped = built.skipped.count
+        do = "Mend what was skipped, for the reason given." if skipped else "Add samples."
+    what = "too little text" if settings.format == "text" else "too few samples"
     return InvalidInput(
-        "too little text for a training and a held-out split"
-        if settings.format == "text"
-        else "too few samples for a training and a held-out split",
+        f"{what} for a training and a held-out split",
         got=f"{built.samples} usable sample(s), {built.skipped.count} skipped"
         + (f" ({built.skipped.summary})" if built.skipped.count else ""),
         wanted=f"at least 2 different ones within {settings.max_bytes} bytes",

@@ -29,7 +29,7 @@ Missing evidence counts against the candidate and is listed. The rules:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from paceline.config import Policy
@@ -92,59 +92,9 @@ def decide(
     """
     candidate = report.score(CANDIDATE)
     facts = candidate or _NOTHING
-    serving = facts.serving
-    token_ms = serving.decode_ms_per_token if serving else None
-    peak_bytes = serving.peak_memory_bytes if serving else None
-    throughput = serving.tokens_per_second if serving else None
-    checks = [
-        _evaluated(report, candidate),
-        _at_least("held-out documents", report.documents, policy.min_documents),
-        *(
-            _better_than(name, report, candidate)
-            for name in dict.fromkeys((*policy.must_beat, *BASELINES))
-            if name in policy.must_beat or name not in policy.except_baselines
-        ),
-        *(
-            _excepted(name, report, candidate)
-            for name in policy.except_baselines
-            if name not in policy.must_beat
-        ),
-    ]
-    if champion is not None:
-        checks.append(_no_regression(champion, report, candidate, policy.max_regression))
-    for name, margin in policy.max_slice_regression.items():
-        checks += _slices_hold(name, margin, report, champion or "base")
-    checks += _tasks_hold(report, policy, champion or "base")
-    checks += _metrics_hold(report, policy, champion or "base")
-    bits = candidate.bits_per_byte.high if candidate and _sound(candidate.bits_per_byte) else None
-    checks += [
-        _at_most("bits per byte, upper end", bits, policy.max_bits_per_byte),
-        _one_of("weights format", facts.format, FORMATS),
-        *(
-            [_traceable(PROGRAM, lineage.get(PROGRAM))] if "torch.export" in policy.formats else []
-        ),
-        _one_of("weights dtype", facts.dtype, policy.dtypes),
-        _at_most("model bytes", facts.model_bytes, policy.max_model_bytes),
-        _at_most("latency in ms", facts.latency_ms, policy.max_latency_ms),
-        *(
-            check(name, value, bound)
-            for check, name, value, bound in (
-                (_at_most, "parameters", facts.parameters, policy.max_parameters),
-                (_at_least, "context", facts.context, policy.min_context),
-                (_judged_at_least, "longest row scored", facts.judged_context, policy.min_context),
-                (_at_most, "latency in ms a token", token_ms, policy.max_latency_ms_per_token),
-                (_at_most, "peak memory in bytes", peak_bytes, policy.max_memory_bytes),
-                (_at_least, "tokens a second", throughput, policy.min_tokens_per_second),
-                (_at_least, "token accuracy", facts.token_accuracy, policy.min_token_accuracy),
-                (
-                    _at_most,
-                    "calibration error",
-                    facts.calibration_error,
-                    policy.max_calibration_error,
-                ),
-            )
-            if bound is not None
-        ),
+    checks = (
+        *_quality(report, policy, candidate, champion),
+        *_limits(policy, candidate, lineage),
         _check(
             "weights digest",
             bool(facts.weights_digest) and facts.weights_digest == lineage.get("weights_digest"),
@@ -160,12 +110,64 @@ def decide(
         ),
         *_may_judge(policy.judged_on, judges, of_profile, judged_on, report.snapshot_digest),
         *_not_trained_on(report, lineage.get("training_snapshot_digest"), policy.max_overlap),
-    ]  # fmt: skip
+    )
     return GateDecision(
         passed=all(each.passed for each in checks),
-        checks=tuple(checks),
+        checks=checks,
         policy_digest=digest_of(policy),
     )
+
+
+def _quality(
+    report: EvaluationReport, policy: Policy, candidate: ModelScore | None, champion: str | None
+) -> Iterator[GateCheck]:
+    """Yield the checks of the candidate's scores against baselines, champion, slices and tasks."""
+    yield _evaluated(report, candidate)
+    yield _at_least("held-out documents", report.documents, policy.min_documents)
+    for name in dict.fromkeys((*policy.must_beat, *BASELINES)):
+        if name in policy.must_beat or name not in policy.except_baselines:
+            yield _better_than(name, report, candidate)
+    for name in policy.except_baselines:
+        if name not in policy.must_beat:
+            yield _excepted(name, report, candidate)
+    if champion is not None:
+        yield _no_regression(champion, report, candidate, policy.max_regression)
+    for name, margin in policy.max_slice_regression.items():
+        yield from _slices_hold(name, margin, report, champion or "base")
+    yield from _tasks_hold(report, policy, champion or "base")
+    yield from _metrics_hold(report, policy, champion or "base")
+
+
+def _limits(
+    policy: Policy, candidate: ModelScore | None, lineage: Mapping[str, str | None]
+) -> Iterator[GateCheck]:
+    """Yield the checks of the candidate's own figures: those that every policy has, then those for
+    which this one names a bound."""
+    facts = candidate or _NOTHING
+    serving = facts.serving
+    bits = candidate.bits_per_byte.high if candidate and _sound(candidate.bits_per_byte) else None
+    yield _at_most("bits per byte, upper end", bits, policy.max_bits_per_byte)
+    yield _one_of("weights format", facts.format, FORMATS)
+    if "torch.export" in policy.formats:
+        yield _traceable(PROGRAM, lineage.get(PROGRAM))
+    yield _one_of("weights dtype", facts.dtype, policy.dtypes)
+    yield _at_most("model bytes", facts.model_bytes, policy.max_model_bytes)
+    yield _at_most("latency in ms", facts.latency_ms, policy.max_latency_ms)
+    token_ms = serving.decode_ms_per_token if serving else None
+    peak_bytes = serving.peak_memory_bytes if serving else None
+    throughput = serving.tokens_per_second if serving else None
+    for check, name, value, bound in (
+        (_at_most, "parameters", facts.parameters, policy.max_parameters),
+        (_at_least, "context", facts.context, policy.min_context),
+        (_judged_at_least, "longest row scored", facts.judged_context, policy.min_context),
+        (_at_most, "latency in ms a token", token_ms, policy.max_latency_ms_per_token),
+        (_at_most, "peak memory in bytes", peak_bytes, policy.max_memory_bytes),
+        (_at_least, "tokens a second", throughput, policy.min_tokens_per_second),
+        (_at_least, "token accuracy", facts.token_accuracy, policy.min_token_accuracy),
+        (_at_most, "calibration error", facts.calibration_error, policy.max_calibration_error),
+    ):
+        if bound is not None:
+            yield check(name, value, bound)
 
 
 def _may_judge(

@@ -105,9 +105,12 @@ NGRAM = "ngram"
 OnScored = Callable[[str, Reals, Mapping[str, Any]], None]
 
 
+ScoreKind = Literal["transformer", "ngram", "compressor"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Scored:
-    kind: Literal["transformer", "ngram", "compressor"]
+    kind: ScoreKind
     bits: Reals  # one figure a document
     facts: Mapping[str, Any]  # fields of ModelScore that only served models have
 
@@ -148,17 +151,7 @@ def score_models(
     scored: dict[str, _Scored] = {}
     failures = dict(failed)
     texts = [each.text for each in held_out]
-    done: dict[str, tuple[Reals, Mapping[str, Any]]] = {
-        each.subject: (np.array(each.bits), each.facts) for each in known
-    }
-
-    def once(subject: str, score: Callable[[], tuple[Reals, Mapping[str, Any]]]) -> dict[str, Any]:
-        if subject not in done:  # base and champion are often the same
-            done[subject] = score()
-            on_scored(subject, *done[subject])
-        bits_D, facts = done[subject]
-        return {"bits": bits_D, "facts": facts}
-
+    once = _Once({each.subject: (np.array(each.bits), each.facts) for each in known}, on_scored)
     for number, (name, directory) in enumerate(models.items()):
         if name in failures:
             continue
@@ -166,34 +159,19 @@ def score_models(
         def show(fraction: float, number: int = number, name: str = name) -> None:
             on_progress(0.9 * (number + fraction) / len(models), f"{name}: {fraction:.0%}")
 
-        def score(directory: Path = directory) -> tuple[Reals, Mapping[str, Any]]:
+        def score(directory: Path = directory) -> _Found:
             scored = score_transformer(
                 directory, held_out, show, tokenizer, allowed, settings=settings
             )
             return scored.split()
 
         try:
-            found = once(local_model_digest(directory), score)
+            scored[name] = once("transformer", local_model_digest(directory), score)
         except PermanentError as error:
             failures[name] = error.one_line()
-            continue
-        scored[name] = _Scored(kind="transformer", **found)
 
     on_models_scored()
-
-    def count_grams() -> tuple[Reals, Mapping[str, Any]]:
-        training_texts = train()
-        on_progress(0.92, f"{NGRAM}: counting {sum(map(len, training_texts))} bytes")
-        return _ngram_bits(training_texts, texts, settings.ngram_order), {}
-
-    scored[NGRAM] = _Scored(kind="ngram", **once(ngram_subject(settings), count_grams))
-    for name in COMPRESSORS:
-
-        def compress(name: str = name) -> tuple[Reals, Mapping[str, Any]]:
-            on_progress(0.97, name)
-            return np.array([compressed_bits(name, text) for text in texts]), {}
-
-        scored[name] = _Scored(kind="compressor", **once(name, compress))
+    scored |= _baselines(once, train, texts, settings, on_progress)
     sizes_D = np.array([len(text) for text in texts], dtype=np.float64)
     return EvaluationReport(
         snapshot_digest=snapshot_digest,
@@ -210,6 +188,48 @@ def score_models(
         seconds=time.monotonic() - began,
         of_assistants=any(each.conversation is not None for each in held_out),
     )
+
+
+_Found = tuple[Reals, Mapping[str, Any]]  # bits by document, facts
+
+
+class _Once:
+    """Scores each subject once: base and champion are often the same."""
+
+    def __init__(self, known: dict[str, _Found], on_scored: OnScored) -> None:
+        self._known, self._on_scored = known, on_scored
+
+    def __call__(self, kind: ScoreKind, subject: str, score: Callable[[], _Found]) -> _Scored:
+        if subject not in self._known:
+            self._known[subject] = score()
+            self._on_scored(subject, *self._known[subject])
+        bits_D, facts = self._known[subject]
+        return _Scored(kind=kind, bits=bits_D, facts=facts)
+
+
+def _baselines(
+    once: _Once,
+    train: Callable[[], Sequence[bytes]],
+    texts: Sequence[bytes],
+    settings: EvaluationSettings,
+    on_progress: OnProgress,
+) -> dict[str, _Scored]:
+    """Return the scores of the n-gram model of ``train``'s text, and of the compressors."""
+
+    def count_grams() -> _Found:
+        training_texts = train()
+        on_progress(0.92, f"{NGRAM}: counting {sum(map(len, training_texts))} bytes")
+        return _ngram_bits(training_texts, texts, settings.ngram_order), {}
+
+    scored = {NGRAM: once("ngram", ngram_subject(settings), count_grams)}
+    for name in COMPRESSORS:
+
+        def compress(name: str = name) -> _Found:
+            on_progress(0.97, name)
+            return np.array([compressed_bits(name, text) for text in texts]), {}
+
+        scored[name] = once("compressor", name, compress)
+    return scored
 
 
 def score_share(

@@ -136,6 +136,8 @@ class Manifest:
     # Computed; ``global_checksum`` does not cover the signature.
     total_size: int = field(init=False)
     global_checksum: str = field(init=False)
+    # Returns a new hash of the kind that ``Piece.digest`` has.
+    new_piece_hash: Callable[[], Hash] = field(init=False, repr=False, compare=False)
     # The first piece and byte of each file, and the first piece of each chunk; the last entry is
     # the end.
     _file_pieces: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -144,6 +146,7 @@ class Manifest:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
+        put(self, "new_piece_hash", PIECE_HASHES[self.piece_hash])
         put(self, "_file_pieces", tuple(accumulate((len(f.pieces) for f in self.files), initial=0)))
         put(self, "_file_offsets", tuple(accumulate((f.size for f in self.files), initial=0)))
         put(self, "total_size", self._file_offsets[-1])
@@ -213,10 +216,6 @@ class Manifest:
         if not 0 <= chunk_id < len(self.chunks):
             raise IndexError(f"chunk {chunk_id} of {len(self.chunks)}")
         return range(self._chunk_pieces[chunk_id], self._chunk_pieces[chunk_id + 1])
-
-    def new_piece_hash(self) -> Hash:
-        """Return a new hash of the kind that ``Piece.digest`` has."""
-        return PIECE_HASHES[self.piece_hash]()
 
     def matches(self, piece: Piece, data: bytes | memoryview) -> bool:
         """Return whether ``data`` has the digest of ``piece``."""

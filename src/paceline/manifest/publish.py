@@ -146,22 +146,29 @@ def publish_model(
     if manifest != published:
         if stopping.is_set():
             raise Cancelled("the publish was stopped", where=url, do="Run it again.")
-        now = _published(url, store) if published is None else published
-        if now is not None and now.digest != manifest.digest:  # another publisher was faster
-            raise _conflict(url, now, manifest)
-        where, raw = join_url(url, MANIFEST_FILE), manifest.to_bytes()
-        if claimed and now is None:
-            claim_version(url, store, manifest)  # it is still ours
-            store.put_if_absent(where, raw)
-        else:
-            store.put_bytes(where, raw)
-        now = fetch_manifest(url, store)  # of two concurrent publishers one manifest remains
-        if now.digest != manifest.digest:
-            raise _conflict(url, now, manifest)
+        _put_manifest(url, store, manifest, published, claimed)
     if claimed:
         store.delete(join_url(url, CLAIM_FILE))
     log.info("published %s/%s digest=%s files=%d", model_id, version, manifest.digest, uploaded)
     return manifest
+
+
+def _put_manifest(
+    url: str, store: ObjectStore, manifest: Manifest, published: Manifest | None, claimed: bool
+) -> None:
+    """Store the manifest of uploaded files; raises Conflict where another publisher was faster."""
+    now = _published(url, store) if published is None else published
+    if now is not None and now.digest != manifest.digest:
+        raise _conflict(url, now, manifest)
+    where, raw = join_url(url, MANIFEST_FILE), manifest.to_bytes()
+    if claimed and now is None:
+        claim_version(url, store, manifest)  # it is still ours
+        store.put_if_absent(where, raw)
+    else:
+        store.put_bytes(where, raw)
+    now = fetch_manifest(url, store)  # of two concurrent publishers one manifest remains
+    if now.digest != manifest.digest:
+        raise _conflict(url, now, manifest)
 
 
 def fetch_manifest(

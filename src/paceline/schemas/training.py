@@ -186,10 +186,8 @@ class TrainResult(Record):
     @property
     def passed_over(self) -> str:
         """Return how much bad data the training passed over; "": none."""
-        counts = {
-            "shards or samples": len(self.quarantined_shards),
-            "batches": len(self.skipped_batches),
-        }
+        shards, batches = len(self.quarantined_shards), len(self.skipped_batches)
+        counts = {"shards or samples": shards, "batches": batches}
         return ", ".join(f"{count} {word}" for word, count in counts.items() if count)
 
     @property

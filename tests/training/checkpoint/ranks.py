@@ -118,7 +118,9 @@ class Run:
         self.optimizer = new_optimizer(self.parallel.modules, settings)
         self.average = WeightAverage(self.optimizer, settings.ema)
         averages = self.average.values
-        self.state = TrainState(self.parallel, self.optimizer, group, mesh, averages=averages)
+        self.state = TrainState(
+            self.parallel.modules, self.optimizer, group, mesh, averages=averages
+        )
         self.group = group
         self.losses: list[float] = []
 

@@ -197,7 +197,7 @@ def trained(
     answer: dict[str, Any] = {"losses": losses, "norms": norms, "read": read}
     (module,) = parallel.modules
     if added is not None:
-        state = TrainState(parallel, optimizer, group, without_frozen=True)
+        state = TrainState(parallel.modules, optimizer, group, without_frozen=True)
         answer["sent"] = parallel.bytes_reduced
         answer["trained"] = sum(each.numel() for each in added.initial.values())
         answer["saved"] = sorted(name for name in state.tensors() if not name.startswith("step."))
@@ -213,7 +213,7 @@ def trained(
         for name, each in module.state_dict().items():
             full = each.full_tensor() if isinstance(each, DTensor) else each
             weights[name] = digest(full.to(saved.dtype))
-        export(TrainState(parallel, optimizer, group), None, into, pretrained=saved)
+        export(TrainState(parallel.modules, optimizer, group), None, into, pretrained=saved)
         if mesh.spec.pp == 1:
             module.eval()
             answer["logits"] = look(module)

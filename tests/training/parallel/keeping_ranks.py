@@ -138,7 +138,7 @@ def run(
     parallel = parallelise(workload.build(), mesh, case.settings, workload)
     optimizer = new_optimizer(parallel.modules, case.settings)
     keeps = stateful_of(parallel, workload) if keep else []
-    state = TrainState(parallel, optimizer, group, mesh, keeps=keeps)
+    state = TrainState(parallel.modules, optimizer, group, mesh, keeps=keeps)
     progress, saver = Progress(), None
     if resume:
         generations = Generations(DiskStore(), DiskStore.url_of(root / resume))

@@ -87,11 +87,11 @@ def test_a_way_of_training_has_the_losses_and_norms_of_a_plain_loop(answers) -> 
     hold_to_plain_loops(answers["ranks"], "")
 
 
-def test_a_way_of_training_has_the_losses_and_norms_of_a_plain_loop_with_peft(answers) -> None:
+def test_a_way_of_training_has_a_plain_peft_loops_losses_and_norms(answers) -> None:
     hold_to_plain_loops(answers["ranks"], *ADAPTERS)
 
 
-def test_conversations_have_the_losses_and_norms_of_a_plain_loop_with_labels(answers) -> None:
+def test_conversations_have_a_plain_labelled_loops_losses_and_norms(answers) -> None:
     hold_to_plain_loops(answers["ranks"], SFT)
 
 

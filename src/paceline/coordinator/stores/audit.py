@@ -139,10 +139,8 @@ class Audit:
             found = found.where(column.at >= asked.since)
         if asked.until is not None:
             found = found.where(column.at < asked.until)
-        if asked.deployment_id is not None:
-            found = found.where(column.deployment_id == asked.deployment_id)
-        if asked.worker_id is not None:
-            found = found.where(column.worker_id == asked.worker_id)
+        same = {"deployment_id": asked.deployment_id, "worker_id": asked.worker_id}
+        found = found.filter_by(**{name: each for name, each in same.items() if each is not None})
         if asked.names:
             found = found.where(column.name.in_([each.value for each in asked.names]))
         found = found.order_by(column.seq.desc() if asked.newest_first else column.seq)

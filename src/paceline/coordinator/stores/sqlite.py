@@ -67,8 +67,7 @@ class SqliteCoordination(Coordination):
         if give_up():
             return None
         with self._transaction():
-            (newest,) = self._read(self._layout.epoch)
-            term = Term(1 + int(newest.value if newest else 0), **asdict(candidate))
+            term = Term(1 + self._newest_epoch(), **asdict(candidate))
             self._put(self._layout.epoch, str(term.epoch).encode())
             self._leader_row = json.dumps(asdict(term)).encode()
             self._put(self._layout.leader, self._leader_row)
@@ -118,8 +117,7 @@ class SqliteCoordination(Coordination):
             (leader,) = self._read(self._layout.leader)
             if leader is None or leader.value != self._leader_row:
                 self._lost = True
-                (newest,) = self._read(self._layout.epoch)
-                raise self._stale(self._term, int(newest.value if newest else 0))
+                raise self._stale(self._term, self._newest_epoch())
             for each in changes:
                 if isinstance(each, Put):
                     self._put(each.key, each.value)
@@ -130,6 +128,10 @@ class SqliteCoordination(Coordination):
             if tip is not None:
                 self._put(self._layout.tip, tip.value())
         self._tip = tip or self._tip
+
+    def _newest_epoch(self) -> int:
+        (newest,) = self._read(self._layout.epoch)
+        return int(newest.value) if newest else 0
 
     def _put(self, key: bytes, value: bytes) -> None:
         self._db.execute("INSERT OR REPLACE INTO rows VALUES (?, ?)", (key, value))
@@ -172,7 +174,9 @@ class SqliteCoordination(Coordination):
         if version == SCHEMA_VERSION:
             return
         self._db.create_function("row_key", -1, self._layout.key)
-        for statement in (_ROWS, *(_FROM_VERSION_2.split(";\n") if version else ())):
+        drops = [f"DROP TABLE {table}" for table in _TABLES_2.split()]
+        older = [*_FROM_VERSION_2.split(";\n"), *drops] if version else []
+        for statement in (_ROWS, *older):
             self._db.execute(statement)
         self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
@@ -222,14 +226,7 @@ INSERT INTO rows SELECT row_key('ledger', stage, input_digest), record FROM ledg
 INSERT INTO rows SELECT row_key('events', printf('%016d', seq)), json_array(json_object('seq', seq,
   'name', name, 'at', at, 'deployment_id', deployment_id, 'worker_id', worker_id,
   'data', json(data))) FROM outbox;
-UPDATE rows SET value = CAST(value AS BLOB);
-DROP TABLE leader;
-DROP TABLE counters;
-DROP TABLE deployments;
-DROP TABLE plans;
-DROP TABLE receipts;
-DROP TABLE workers;
-DROP TABLE tokens;
-DROP TABLE idempotency_keys;
-DROP TABLE ledger;
-DROP TABLE outbox"""
+UPDATE rows SET value = CAST(value AS BLOB)"""
+_TABLES_2 = (
+    "leader counters deployments plans receipts workers tokens idempotency_keys ledger outbox"
+)

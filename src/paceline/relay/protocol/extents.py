@@ -48,8 +48,8 @@ class Extents:
         made._firsts, made._stops, made.count = self._firsts[:], self._stops[:], self.count
         return made
 
-    def add(self, extent: Extent) -> int:
-        """Add a run and return how many of its pieces are new."""
+    def add(self, extent: tuple[int, int]) -> int:
+        """Add a run (an ``Extent``) and return how many of its pieces are new."""
         first, stop = extent
         if first >= stop:
             return 0

@@ -248,13 +248,13 @@ class Staging:
         with self._mutex:
             for piece in pieces:
                 self._claims.discard(piece.index)
-                extent = Extent(piece.index, piece.index + 1)
-                if self.verified.add(extent):
-                    self._fresh.add(extent)
+                run = piece.index, piece.index + 1  # an Extent would be a Python call, once a piece
+                if self.verified.add(run):
+                    self._fresh.add(run)
                     self._dirty.add(piece.file_index)
                     self.pending_bytes += piece.length
                     for queue in self._requests:
-                        queue.became_verified(extent)
+                        queue.became_verified(Extent(*run))
             if self._waiting:
                 self._lock.notify_all()
 

@@ -79,8 +79,7 @@ class PieceReceiver:
             raise InvalidFrame("a piece ended early", got=got, wanted="all of it", where=where)
         extent = Extent(index, index + 1)
         with self._lock:
-            self._asked.remove(extent)
-            known = index in self._ever
+            known = self._asked.remove(extent) or index in self._ever
         if not known:
             raise InvalidFrame("a piece that was not requested", got=index, where=self._key)
         piece = manifest.piece_of(index)
@@ -131,8 +130,7 @@ class PieceReceiver:
             self._whole.append(arriving)
             self._arriving = None
             return None
-        self.drop()
-        self._count(arriving.piece.length)
+        self.drop(refetched=arriving.piece.length)
         self._pull.report(PieceRejected(self._key, self._pull.stream, arriving.extent))
         return arriving.piece.index
 
@@ -151,10 +149,10 @@ class PieceReceiver:
         mine, refetched = [], 0
         runs: list[Extent] = []
         for arriving in whole:
-            first, stop = arriving.extent
-            if runs and runs[-1].stop == first:
-                first = runs.pop().first
-            runs.append(Extent(first, stop))
+            run = arriving.extent
+            if runs and runs[-1].stop == run.first:
+                run = Extent(runs.pop().first, run.stop)
+            runs.append(run)
             with arriving.writing:
                 if arriving.mine:
                     arriving.mine = False
@@ -168,18 +166,16 @@ class PieceReceiver:
             for piece in mine:  # another stream may bring them
                 self._staging.release(piece.index)
             raise
-        self._count(refetched)
+        self._pull.counters.add(received=self._received, refetched=refetched)
+        self._received = 0
         for run in runs:
             self._pull.report(PieceVerified(self._key, self._pull.stream, run))
 
-    def _count(self, refetched: int = 0) -> None:
-        received, self._received = self._received, 0
-        self._pull.counters.add(received=received, refetched=refetched)
-
-    def drop(self) -> None:
-        """Discard the piece that is arriving."""
+    def drop(self, refetched: int = 0) -> None:
+        """Discard the piece that is arriving, whose ``refetched`` bytes are read again."""
         self.flush()
-        self._count()
+        self._pull.counters.add(received=self._received, refetched=refetched)
+        self._received = 0
         arriving, self._arriving, self.left = self._arriving, None, 0
         if arriving is None:
             return

@@ -48,12 +48,8 @@ class ReadCoalescer:
         wait_s = self._per_byte_s * missing * SLEEP_SHARE
         return wait_s if missing >= LEAST_BYTES and wait_s >= MIN_SLEEP_S else 0.0
 
-    def sleep(self, missing: int) -> bool:
-        """Sleep while ``missing`` bytes arrive, or a part of them where that takes too long; return
-        whether the rest is due at once.
-        """
-        if not (wait_s := self.wait_s(missing)):
-            return True
+    def sleep(self, wait_s: float) -> bool:
+        """Sleep for ``wait_s``, or as long as is allowed now; return whether that was all of it."""
         longest_s = self._longest_s
         time.sleep(min(wait_s, longest_s))
         self._longest_s = min(MAX_SLEEP_S, SLEEP_GROWTH * longest_s)
@@ -106,8 +102,8 @@ class Channel(ABC):
         # Part of a large piece, or the rest of a small one where several would not gather anyway.
         if large and self._sleeps_inside:
             whole = True
-        elif self._coalescer.wait_s(expected):
-            whole = self._coalescer.sleep(expected) and large
+        elif wait_s := self._coalescer.wait_s(expected):
+            whole = self._coalescer.sleep(wait_s) and large
         else:
             whole = begun > 0
         if whole:

@@ -155,12 +155,12 @@ class TlsChannel(Channel):
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
                 if done and not whole:
                     break
-                if whole:
-                    self._coalescer.sleep(len(view) - done)
-                wait_s = time.monotonic()
+                if whole and (wait_s := self._coalescer.wait_s(len(view) - done)):
+                    self._coalescer.sleep(wait_s)
+                began_s = time.monotonic()
                 if not self._wait(error, self.timeout_s):
                     break
-                self._blocked_s = max(self._blocked_s, time.monotonic() - wait_s)
+                self._blocked_s = max(self._blocked_s, time.monotonic() - began_s)
                 continue
             except OSError as error:
                 if done:  # what came before it counts; the next read meets the error again

@@ -12,7 +12,6 @@ from .layout import (
     Chunk as Chunk,
     Stateful as Stateful,
     TrainState as TrainState,
-    WholeModel as WholeModel,
     assign_writes as assign_writes,
     box_of as box_of,
     chunks_of as chunks_of,

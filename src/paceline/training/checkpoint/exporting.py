@@ -24,6 +24,7 @@ from paceline.training.checkpoint.writer import Exchange, header_of
 DEADLINE_S = 600.0
 
 Owner = tuple[int, torch.dtype, tuple[int, ...]]  # rank that sends the tensor, dtype, shape
+Written = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name → dtype, shape
 
 
 def export(
@@ -54,32 +55,9 @@ def export(
     for rank, raw in enumerate(exchange.all(json.dumps(mine).encode())):
         for name, (trained, shape) in json.loads(raw).items():
             owners.setdefault(name, (rank, DTYPES[trained], tuple(shape)))
-    if config is not None:
-        if dtype is not None:
-            config = config.model_copy(update={"torch_dtype": str(dtype).removeprefix("torch.")})
-        dtype = getattr(torch, config.torch_dtype)
-        written = {name: (dtype, shape) for name, (_, _, shape) in owners.items()}
-        groups = file_groups(config, sorted(owners))
-    elif pretrained is not None:
-        written = {
-            name: (dtype or pretrained.dtype, shape)
-            for name, (_, _, shape) in owners.items()
-            if pretrained.is_written(name)
-        }
-        groups = pretrained.file_groups(list(written), dtype or pretrained.dtype)
-    else:
-        written = {
-            name: (dtype if dtype and own.is_floating_point else own, shape)
-            for name, (_, own, shape) in owners.items()
-        }
-        groups = [sorted(owners)]
-    # In the order of the safetensors library: widest dtype, then name.
-    files = {
-        f"model-{number:05d}-of-{len(groups):05d}.safetensors": sorted(
-            names, key=lambda each: (-written[each][0].itemsize, each)
-        )
-        for number, names in enumerate(groups, start=1)
-    }
+    if config is not None and dtype is not None:
+        config = config.model_copy(update={"torch_dtype": str(dtype).removeprefix("torch.")})
+    written, files = _files(owners, config, pretrained, dtype)
     tensors = _gathered(
         [name for names in files.values() for name in names], owners, live, exchange
     )
@@ -102,6 +80,39 @@ def export(
     verdict = exchange.all(wrong.one_line().encode() if wrong else b"")[0]
     if verdict:
         raise wrong or TrainingFailed("model was not exported", got=verdict.decode())
+
+
+def _files(
+    owners: Mapping[str, Owner],
+    config: ModelConfig | None,
+    pretrained: Pretrained | None,
+    dtype: torch.dtype | None,
+) -> tuple[Written, dict[str, list[str]]]:
+    """Return dtype and shape of each weight to write, and the weights of each file in order."""
+    if config is not None:
+        dtype = getattr(torch, config.torch_dtype)
+        written = {name: (dtype, shape) for name, (_, _, shape) in owners.items()}
+        groups = file_groups(config, sorted(owners))
+    elif pretrained is not None:
+        written = {
+            name: (dtype or pretrained.dtype, shape)
+            for name, (_, _, shape) in owners.items()
+            if pretrained.is_written(name)
+        }
+        groups = pretrained.file_groups(list(written), dtype or pretrained.dtype)
+    else:
+        written = {
+            name: (dtype if dtype and own.is_floating_point else own, shape)
+            for name, (_, own, shape) in owners.items()
+        }
+        groups = [sorted(owners)]
+    # In the order of the safetensors library: widest dtype, then name.
+    return written, {
+        f"model-{number:05d}-of-{len(groups):05d}.safetensors": sorted(
+            names, key=lambda each: (-written[each][0].itemsize, each)
+        )
+        for number, names in enumerate(groups, start=1)
+    }
 
 
 def _gathered(
@@ -128,7 +139,7 @@ def _gathered(
 def _write_all(
     directory: Path,
     files: Mapping[str, list[str]],
-    written: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    written: Written,
     tensors: Iterator[Tensor],
     config: ModelConfig | None,
     stored_name: Callable[[str], str],

@@ -89,20 +89,17 @@ class Generations:
             directory, _, name = info.url.removeprefix(f"{top}/").partition("/")
             if (generation := Generation.named(directory)) is not None:
                 files.setdefault(generation, set()).add(name)
-        newest = sorted(files, reverse=True)
-        committed = [each for each in newest if COMMIT_FILE in files[each]]
-        rejected = [
-            each for each in newest if each not in committed and REJECTED_FILE in files[each]
-        ]
-        unfinished = [each for each in newest if each not in committed and each not in rejected]
-        return FoundGenerations(tuple(committed), tuple(rejected), tuple(unfinished))
+        found: tuple[list[Generation], ...] = ([], [], [])
+        for each in sorted(files, reverse=True):
+            kind = 0 if COMMIT_FILE in files[each] else 1 if REJECTED_FILE in files[each] else 2
+            found[kind].append(each)
+        return FoundGenerations(*map(tuple, found))
 
     def steps(self) -> list[int]:
         """Return the steps with a commit marker, newest first; none of them verified."""
         return list(dict.fromkeys(each.step for each in self.find().committed))
 
     def url_of(self, generation: Generation) -> str:
-        """Return the URL of ``generation``."""
         return join_url(self.url, str(generation))
 
     # ── verified reads ───────────────────────────────────────────────────────────────────────────
@@ -269,17 +266,16 @@ class Generations:
         """Return the ``count`` generations of lowest held-out loss, of those that have one."""
         if not count:
             return []
-        losses: list[tuple[float, int, Generation]] = []
+        losses: dict[Generation, float] = {}
         for each in committed:
             if each not in self._losses:
                 try:
                     self._losses[each] = self.commit_of(each).metrics.get(BEST_METRIC)
                 except CorruptData:
                     self._losses[each] = None  # a resume rejects it, if it gets that far
-            loss = self._losses[each]
-            if loss is not None:
-                losses.append((loss, -each.step, each))
-        return [each for _, _, each in sorted(losses)[:count]]
+            if (loss := self._losses[each]) is not None:
+                losses[each] = loss
+        return sorted(losses, key=lambda each: (losses[each], -each.step, each))[:count]
 
 
 def _require_same(saved: SavedFile, size: int, digest: str, where: str) -> None:

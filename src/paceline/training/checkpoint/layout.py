@@ -16,7 +16,7 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from pydantic import ValidationError
@@ -84,30 +84,11 @@ NAMES_TAKEN = ("model", "extra", "kept", EMA)  # that no moment may have
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, recompute
 
 
-class HasModules(Protocol):
-    """The part of ``parallel.Parallel`` that is needed here: this rank's modules."""
-
-    @property
-    def modules(self) -> Sequence[nn.Module]: ...
-
-
-@dataclass(frozen=True)
-class WholeModel:
-    """A model that this rank holds whole."""
-
-    model: nn.Module
-
-    @property
-    def modules(self) -> Sequence[nn.Module]:
-        """Return the model as the only part."""
-        return (self.model,)
-
-
 @dataclass
 class TrainState:
     """All state on this rank that a checkpoint contains."""
 
-    parallel: HasModules
+    modules: Sequence[nn.Module]  # this rank's parts of the model
     optimizer: Optimizer
     group: Group
     mesh: Any = None  # its ``spec`` (dp, shard, tp, pp, cp) is recorded
@@ -120,7 +101,7 @@ class TrainState:
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor to save by name: the live tensors, not copies."""
         found: dict[str, Tensor] = {}
-        for module in self.parallel.modules:
+        for module in self.modules:
             named = module.named_parameters(remove_duplicate=False) if self.without_frozen else ()
             frozen = {name for name, each in named if not each.requires_grad}
             for name, tensor in module.state_dict().items():
@@ -141,7 +122,7 @@ class TrainState:
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield each parameter under every name it has (tied ones have several)."""
-        for module in self.parallel.modules:
+        for module in self.modules:
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 yield clean(name), parameter
 
@@ -197,8 +178,7 @@ DTYPES: dict[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A box of a tensor that a rank holds or writes."""
 
     tensor: str
@@ -209,12 +189,10 @@ class Chunk:
 
     @property
     def key(self) -> str:
-        """Return the box's name in a file."""
         return key_of(self.tensor, self.offsets)
 
     @property
     def bytes(self) -> int:
-        """Return the box's size in bytes."""
         return math.prod(self.sizes) * DTYPES[self.dtype].itemsize
 
 
@@ -324,23 +302,18 @@ class BoxRead:
     lengths: Sizes
 
 
-def metadata_of(stored: StoredTensor) -> TensorStorageMetadata:
-    """Return DCP's metadata of a saved tensor; its chunks have the order of ours."""
-    chunks = [
-        ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes))
-        for each in stored.chunks
-    ]
-    properties = TensorProperties(dtype=DTYPES[stored.dtype])
-    return TensorStorageMetadata(properties, torch.Size(stored.shape), chunks)
-
-
 def reads_for(name: str, stored: StoredTensor, wanted: Tensor) -> Iterator[BoxRead]:
     """Yield the reads that fill the local part of ``wanted`` from the saved tensor."""
     offsets, sizes = box_of(wanted)
     if not math.prod(sizes):
         return
     here = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))]
-    for item in create_read_items_for_chunk_list(name, metadata_of(stored), here):
+    saved = TensorStorageMetadata(  # DCP's form; its chunks have the order of ours
+        TensorProperties(dtype=DTYPES[stored.dtype]),
+        torch.Size(stored.shape),
+        [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in stored.chunks],
+    )
+    for item in create_read_items_for_chunk_list(name, saved, here):
         assert item.storage_index.index is not None
         chunk = stored.chunks[item.storage_index.index]
         yield BoxRead(
@@ -354,8 +327,7 @@ def reads_for(name: str, stored: StoredTensor, wanted: Tensor) -> Iterator[BoxRe
 
 def to_bytes(chunks: Sequence[Chunk]) -> bytes:
     """Return ``chunks`` as compressed JSON, for another rank."""
-    rows = [[c.tensor, c.dtype, c.shape, c.offsets, c.sizes] for c in chunks]
-    return zlib.compress(json.dumps(rows, separators=(",", ":")).encode())
+    return zlib.compress(json.dumps(chunks, separators=(",", ":")).encode())
 
 
 def from_bytes(raw: bytes) -> tuple[Chunk, ...]:

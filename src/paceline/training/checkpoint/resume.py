@@ -39,7 +39,7 @@ MAX_GENERATIONS_TRIED = 100
 _NONE, _UNREADABLE = -1, -2
 
 
-class VerifiedFiles:
+class VerifiedFiles(contextlib.ExitStack):
     """The files of one generation, each verified whole before it is opened; a context manager.
 
     A file from S3 is kept below ``directory`` until the end of the ``with``.
@@ -48,20 +48,14 @@ class VerifiedFiles:
     def __init__(
         self, generations: Generations, generation: Generation, commit: Commit, directory: Path
     ) -> None:
+        super().__init__()
         self._generations, self._generation, self._commit = generations, generation, commit
         self._directory = directory
         self._paths: dict[str, Path] = {}
         self._opened: dict[str, Any] = {}
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> VerifiedFiles:
-        shutil.rmtree(self._directory, ignore_errors=True)
-        self._directory.mkdir(parents=True)
-        self._stack.callback(shutil.rmtree, self._directory, ignore_errors=True)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        self.callback(shutil.rmtree, directory, ignore_errors=True)
 
     def verify(self, name: str) -> Path:
         """Return the path of the file ``name``; raises CorruptData unless it matches its commit."""
@@ -71,31 +65,29 @@ class VerifiedFiles:
             )
         return self._paths[name]
 
-    def read(self, name: str, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """Return a box of the tensor ``key`` in the file ``name``; both () for a scalar."""
-        path = self.verify(name)
-        try:
-            if name not in self._opened:
-                opened = safe_open(path, framework="pt")
-                self._opened[name] = self._stack.enter_context(opened)
-            found: Tensor
-            if lengths:
-                box = tuple(slice(at, at + n) for at, n in zip(offsets, lengths, strict=True))
-                found = self._opened[name].get_slice(key)[box]
-            else:
-                found = self._opened[name].get_tensor(key)
-        except (SafetensorError, OSError) as error:
-            raise CorruptData("checkpoint file cannot be read", got=error, where=path) from error
-        return found
-
     def fill(self, target: Tensor, reads: Iterable[BoxRead]) -> None:
         """Copy the boxes of ``reads`` into this rank's part of ``target``."""
         local = local_of(target)
         for read in reads:
-            box = local
-            for axis, (at, length) in enumerate(zip(read.target, read.lengths, strict=True)):
-                box = box.narrow(axis, at, length)
-            box.copy_(self.read(read.file, read.key, read.source, read.lengths))
+            local[_box(read.target, read.lengths)].copy_(self._read(read))
+
+    def _read(self, read: BoxRead) -> Tensor:
+        name, path = read.file, self.verify(read.file)
+        try:
+            if name not in self._opened:
+                self._opened[name] = self.enter_context(safe_open(path, framework="pt"))
+            found: Tensor
+            if read.lengths:
+                found = self._opened[name].get_slice(read.key)[_box(read.source, read.lengths)]
+            else:  # a scalar has no slices
+                found = self._opened[name].get_tensor(read.key)
+        except (SafetensorError, OSError) as error:
+            raise CorruptData("checkpoint file cannot be read", got=error, where=path) from error
+        return found
+
+
+def _box(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(at, at + length) for at, length in zip(offsets, lengths, strict=True))
 
 
 def resume_newest_healthy(

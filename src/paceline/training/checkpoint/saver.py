@@ -26,8 +26,8 @@ from paceline.errors import NotSaved, PacelineError, TrainingFailed
 from paceline.schemas import CheckpointRef
 from paceline.training.checkpoint.generations import Generation, Generations
 from paceline.training.checkpoint.layout import TrainState, assign_writes, chunks_of, index_of
-from paceline.training.checkpoint.records import Index
-from paceline.training.checkpoint.writer import Exchange, SaveRequest, SaveResult, Staging, Writer
+from paceline.training.checkpoint.records import Commit, Index
+from paceline.training.checkpoint.writer import Exchange, SaveResult, Staging, Writer
 from paceline.training.interval import CheckpointAlert, CheckpointInterval, FailureCount
 
 log = logging.getLogger(__name__)
@@ -66,20 +66,19 @@ class Checkpointer:
         self._deadline_s, self._clock = deadline_s, clock
         self._interval = CheckpointInterval(settings, failures or FailureCount())
         self._exchange = Exchange(state.group, deadline_s)
-        identity = {
+        self._identity: dict[
+            str, Any
+        ] = {  # the fields of every marker that describe the job and its code
             "job_id": job_id,
             "config_digest": config_digest,
             "code_version": code_version,
             "environment": dict(environment or {}),
+            "world_size": state.group.world_size,
+            "layout": state.layout(),
+            "files": {},
         }
-        self._writer = Writer(
-            generations,
-            state,
-            self._exchange,
-            identity,
-            keep=settings.keep,
-            keep_best=settings.keep_best,
-        )
+        keep, best = settings.keep, settings.keep_best
+        self._writer = Writer(generations, state.group, self._exchange, keep=keep, keep_best=best)
         self._signature: object = None
         self._staging: Staging | None = None
         self._index = Index(tensors={})
@@ -153,14 +152,16 @@ class Checkpointer:
         self._waiting = self._retry = False
         self._state.position = dict(position)
         extra = {k: v for k, v in self._state.extra.items() if not isinstance(v, Tensor)}
-        save = SaveRequest(
-            Generation(step, int(number)),
-            copy.deepcopy(dict(position)),  # it and ``extra`` change while the thread writes
-            {name: value for name, value in metrics.items() if math.isfinite(value)},
-            copy.deepcopy(extra),
-            self._state.groups(self._members) if first else None,
+        commit = Commit(
+            **self._identity,
+            step=step,
+            position=copy.deepcopy(dict(position)),  # it and ``extra`` change while it is written
+            metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
+            extra=copy.deepcopy(extra),
         )
-        self._start(save, self._staging, self._index)
+        groups = self._state.groups(self._members) if first else None
+        index = self._index.model_copy(update={"groups": groups})
+        self._start(Generation(step, int(number)), self._staging, commit, index)
         now = self._clock()
         self._interval.saved(now, now - started)
         self.stall_s += now - started
@@ -223,11 +224,13 @@ class Checkpointer:
         self._staging = Staging(written[self._state.group.rank], pin=pin)
         self._signature = signature
 
-    def _start(self, save: SaveRequest, staging: Staging, index: Index) -> None:
+    def _start(
+        self, generation: Generation, staging: Staging, commit: Commit, index: Index
+    ) -> None:
         flight: Future[SaveResult] = Future()
 
         def write() -> None:
-            flight.set_result(self._writer.run(save, staging, index))
+            flight.set_result(self._writer.run(generation, staging, commit, index))
 
         # No executor: the interpreter would wait at its exit for a save that never ends.
         threading.Thread(target=write, name="checkpoint-writer", daemon=True).start()

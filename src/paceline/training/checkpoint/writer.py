@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -47,13 +47,12 @@ from paceline.training.checkpoint.generations import Generation, Generations
 from paceline.training.checkpoint.layout import (
     DTYPES,
     Chunk,
-    TrainState,
     file_of,
     from_bytes,
     local_of,
     to_bytes,
 )
-from paceline.training.checkpoint.records import Commit, Index, ParameterGroup, SavedFile
+from paceline.training.checkpoint.records import Commit, Index, SavedFile
 from paceline.training.loop import Group, as_peer_lost
 
 log = logging.getLogger(__name__)
@@ -81,12 +80,13 @@ class Staging:
         self.chunks = sorted(chunks, key=lambda c: (-DTYPES[c.dtype].itemsize, c.key))
         header = header_of([(c.key, c.dtype, c.sizes, c.bytes) for c in self.chunks])
         self.bytes = len(header) + sum(each.bytes for each in self.chunks)
-        self._descriptor = os.memfd_create("checkpoint", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._descriptor)
-        os.truncate(self._descriptor, self.bytes)
-        self._map = mmap.mmap(self._descriptor, self.bytes)
-        self._map[: len(header)] = header
-        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        descriptor = os.memfd_create("checkpoint", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, descriptor)
+        os.truncate(descriptor, self.bytes)
+        self.path = Path(f"/proc/self/fd/{descriptor}")  # this process can open it
+        self.view = memoryview(mmap.mmap(descriptor, self.bytes))
+        self.view[: len(header)] = header
+        whole = torch.frombuffer(self.view, dtype=torch.uint8)
         if pin:
             self._pin(whole)
         self._room: list[tuple[Chunk, Tensor]] = []
@@ -95,16 +95,6 @@ class Staging:
             room = whole[at : at + chunk.bytes].view(DTYPES[chunk.dtype]).view(chunk.sizes)
             self._room.append((chunk, room))
             at += chunk.bytes
-
-    @property
-    def path(self) -> Path:
-        """Return a path under which this process can open the image."""
-        return Path(f"/proc/self/fd/{self._descriptor}")
-
-    @property
-    def view(self) -> memoryview:
-        """Return the image."""
-        return memoryview(self._map)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the live tensors in; they may change after it returns."""
@@ -209,17 +199,6 @@ Kind = Literal["final", "permanent", "full", "temporary"]
 _WORST_FIRST: tuple[Kind, ...] = ("final", "permanent", "full", "temporary")
 
 
-@dataclass(frozen=True)
-class SaveRequest:
-    """The content of one save beside the tensors."""
-
-    generation: Generation
-    position: dict[str, Any]
-    metrics: dict[str, float]
-    extra: dict[str, Any]
-    groups: tuple[ParameterGroup, ...] | None = None  # the optimizer's
-
-
 @dataclass
 class SaveResult:
     """The result of a save; the same on every rank."""
@@ -284,95 +263,84 @@ class Writer:
     def __init__(
         self,
         generations: Generations,
-        state: TrainState,
+        group: Group,
         exchange: Exchange,
-        identity: Mapping[str, Any],
         *,
         keep: int,
         keep_best: int,
     ) -> None:
-        """``identity``: the fields of every marker that describe the job and its code."""
-        self._generations = generations
-        self._state = state
-        self._exchange = exchange
-        self._identity = dict(identity)
+        self._generations, self._exchange, self._group = generations, exchange, group
         self._keep, self._keep_best = keep, keep_best
 
-    def run(self, save: SaveRequest, staging: Staging, index: Index) -> SaveResult:
-        """Write ``save`` and return its result; raises nothing."""
-        began = time.perf_counter()
-        ended = SaveResult(save.generation.step)
+    def run(
+        self, generation: Generation, staging: Staging, commit: Commit, index: Index
+    ) -> SaveResult:
+        """Write a save and return its result; raises nothing. ``commit`` names no files yet."""
+        began, step = time.perf_counter(), generation.step
         try:
-            self._write(save, staging, index, ended)
+            ended = self._write(generation, staging, commit, index)
         except PacelineError as error:  # another rank is gone: no agreement is possible
-            ended.error = error
+            ended = SaveResult(step, error=error)
         except Exception as error:
-            log.exception("checkpoint writer failed step=%d", save.generation.step)
-            ended.error = TrainingFailed("checkpoint writer failed", got=repr(error))
-            ended.error.__cause__ = error
+            log.exception("checkpoint writer failed step=%d", step)
+            failed = TrainingFailed("checkpoint writer failed", got=repr(error))
+            failed.__cause__ = error
+            ended = SaveResult(step, error=failed)
         ended.seconds = time.perf_counter() - began
         return ended
 
-    def _write(self, save: SaveRequest, staging: Staging, index: Index, ended: SaveResult) -> None:
-        mine = self._upload(save, staging) if staging.chunks else _Part()
+    def _write(
+        self, generation: Generation, staging: Staging, commit: Commit, index: Index
+    ) -> SaveResult:
+        mine = self._upload(generation, staging) if staging.chunks else _Part()
         raw = self._exchange.all(mine.model_dump_json().encode())
         answer = b""
-        if self._state.group.rank == 0:
+        if self._group.rank == 0:
             parts = [_Part.model_validate_json(each) for each in raw]
-            answer = self._verdict(save, parts, index).model_dump_json().encode()
+            answer = self._verdict(generation, parts, commit, index).model_dump_json().encode()
         verdict = _Verdict.model_validate_json(self._exchange.all(answer)[0])
-        ended.ref, ended.kept = verdict.ref, verdict.kept
-        if verdict.failure is not None:
-            ended.kind = verdict.failure.kind
-            ended.error = verdict.failure.error(ended.step, verdict.rank)
+        if verdict.failure is None:
+            return SaveResult(generation.step, ref=verdict.ref, kept=verdict.kept)
+        error = verdict.failure.error(generation.step, verdict.rank)
+        return SaveResult(generation.step, error=error, kind=verdict.failure.kind)
 
-    def _upload(self, save: SaveRequest, staging: Staging) -> _Part:
-        group, step = self._state.group, save.generation.step
+    def _upload(self, generation: Generation, staging: Staging) -> _Part:
+        step = generation.step
         try:
             staging.require_finite(step)
         except TrainingFailed as error:
             return _Part(failure=_Failure.of(error, staging.bytes, final=True))
-        name = file_of(group.rank, group.world_size)
+        name = file_of(self._group.rank, self._group.world_size)
         saved = SavedFile(sha256=hashlib.sha256(staging.view).hexdigest(), bytes=staging.bytes)
         try:
-            self._generations.put_file(save.generation, name, staging.path, saved)
+            self._generations.put_file(generation, name, staging.path, saved)
         except Exception as error:  # noqa: BLE001 - every failure must reach the other ranks
             log.warning("checkpoint part failed step=%d error=%s", step, error)
             return _Part(failure=_Failure.of(error, staging.bytes))
         return _Part(files={name: saved})
 
-    def _verdict(self, save: SaveRequest, parts: Sequence[_Part], index: Index) -> _Verdict:
+    def _verdict(
+        self, generation: Generation, parts: Sequence[_Part], commit: Commit, index: Index
+    ) -> _Verdict:
         """Commit the save unless a rank failed; called on rank 0."""
         failures = [(part.failure, rank) for rank, part in enumerate(parts) if part.failure]
         if failures:
             worst, rank = min(failures, key=lambda each: _WORST_FIRST.index(each[0].kind))
             verdict = _Verdict(failure=worst, rank=rank)
         else:
-            verdict = self._commit(save, parts, index)
+            files = {name: saved for part in parts for name, saved in part.files.items()}
+            verdict = self._commit(generation, commit.model_copy(update={"files": files}), index)
         # After a temporary failure the next committed save removes the files (``collect``).
         if verdict.failure is not None and verdict.failure.kind != "temporary":
             try:
-                self._generations.remove(save.generation)
+                self._generations.remove(generation)
             except PacelineError as error:
-                log.warning(
-                    "half a checkpoint was left generation=%s error=%s", save.generation, error
-                )
+                log.warning("half a checkpoint was left generation=%s error=%s", generation, error)
         return verdict
 
-    def _commit(self, save: SaveRequest, parts: Sequence[_Part], index: Index) -> _Verdict:
-        generations, generation = self._generations, save.generation
-        index = index.model_copy(update={"groups": save.groups})
+    def _commit(self, generation: Generation, commit: Commit, index: Index) -> _Verdict:
+        generations = self._generations
         try:
-            commit = Commit(
-                **self._identity,
-                step=generation.step,
-                position=save.position,
-                world_size=self._state.group.world_size,
-                layout=self._state.layout(),
-                metrics=save.metrics,
-                extra=save.extra,
-                files={name: saved for part in parts for name, saved in part.files.items()},
-            )
             commit = generations.commit(generation, commit, index)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for a result
             log.warning("checkpoint was not committed step=%d error=%s", generation.step, error)

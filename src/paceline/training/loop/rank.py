@@ -176,7 +176,7 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
         optimizer, average = setup.optimizer_of(its, parallel)
 
         state = TrainState(
-            parallel,
+            parallel.modules,
             optimizer,
             group,
             mesh,

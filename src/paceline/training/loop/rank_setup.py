@@ -384,7 +384,7 @@ def _merged(its: RankContext, state: TrainState) -> dict[str, Tensor]:
         for name, each in state.parameters()
         if name in its.adapters.initial
     }
-    for module in state.parallel.modules:
+    for module in state.modules:
         merge_adapters(module)
     return {name: each.detach().cpu() for name, each in whole.items()}
 

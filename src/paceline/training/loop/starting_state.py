@@ -128,22 +128,11 @@ def load(job: TrainJob, worker_id: str, rank: int) -> RankContext:
     Also configures this process: torch threads, malloc, determinism. Raises InvalidInput where
     snapshot or base model are not the job's.
     """
-    import torch
-
-    from paceline.data import ShardCache, load_snapshot, require_purpose
-    from paceline.data.loading import open_transforms
+    from paceline.data import load_snapshot, require_purpose
     from paceline.models import add_adapters
     from paceline.training.loop.optimizer import require_groups
 
-    retain_freed_memory()
-    torch.set_num_threads(job.settings.threads_per_rank)
-    on_gpu, deterministic = torch.cuda.is_available(), job.settings.deterministic
-    if deterministic is None:
-        deterministic = job.deterministic and not on_gpu
-    torch.use_deterministic_algorithms(deterministic)
-    if deterministic and on_gpu:
-        # without it torch refuses matrix products on a GPU
-        os.environ.setdefault(*CUBLAS_DETERMINISTIC)
+    _configure_process(job)
     runtime = load_runtime(job.state_dir)
     node = runtime.node_dir(worker_id)
     work_dir = node / "work" / job.job_id / f"rank-{rank}"
@@ -170,21 +159,6 @@ def load(job: TrainJob, worker_id: str, rank: int) -> RankContext:
 
         sources = runtime.profile.security.code_sources
         make_optimizer = load_optimizer(job.settings, sources, node / "code")
-    cache = ShardCache(
-        snapshot,
-        store,
-        node / "cache",
-        limit_bytes=job.data.cache_bytes,
-        transforms=open_transforms(
-            job.data.transform,
-            runtime.profile.security.code_sources,
-            processes=job.data.transform_processes,
-            deadline_s=job.data.transform_deadline_s,
-        ),
-        max_bad_share=job.data.max_bad_share,
-        purpose=job.data_label or job.purpose,
-        project=job.data.project,
-    )
     return RankContext(
         job=job,
         runtime=runtime,
@@ -192,7 +166,7 @@ def load(job: TrainJob, worker_id: str, rank: int) -> RankContext:
         work_dir=work_dir,
         store=store,
         snapshot=snapshot,
-        cache=cache,
+        cache=_shard_cache(job, snapshot, store, runtime, node / "cache"),
         model=model,
         config=config,
         workload=workload,
@@ -201,6 +175,45 @@ def load(job: TrainJob, worker_id: str, rank: int) -> RankContext:
         saved=saved,
         adapters=adapters,
         make_optimizer=make_optimizer,
+    )
+
+
+def _configure_process(job: TrainJob) -> None:
+    """Set this process's malloc, torch threads and determinism as ``job`` says."""
+    import torch
+
+    retain_freed_memory()
+    torch.set_num_threads(job.settings.threads_per_rank)
+    on_gpu, deterministic = torch.cuda.is_available(), job.settings.deterministic
+    if deterministic is None:
+        deterministic = job.deterministic and not on_gpu
+    torch.use_deterministic_algorithms(deterministic)
+    if deterministic and on_gpu:
+        # without it torch refuses matrix products on a GPU
+        os.environ.setdefault(*CUBLAS_DETERMINISTIC)
+
+
+def _shard_cache(
+    job: TrainJob, snapshot: Snapshot, store: ObjectStore, runtime: Runtime, directory: Path
+) -> ShardCache:
+    from paceline.data import ShardCache
+    from paceline.data.loading import open_transforms
+
+    transforms = open_transforms(
+        job.data.transform,
+        runtime.profile.security.code_sources,
+        processes=job.data.transform_processes,
+        deadline_s=job.data.transform_deadline_s,
+    )
+    return ShardCache(
+        snapshot,
+        store,
+        directory,
+        limit_bytes=job.data.cache_bytes,
+        transforms=transforms,
+        max_bad_share=job.data.max_bad_share,
+        purpose=job.data_label or job.purpose,
+        project=job.data.project,
     )
 
 

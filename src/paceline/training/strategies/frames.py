@@ -9,11 +9,13 @@ gang's secret key; it travels in clear text on the gang's network.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import socket
 import struct
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -158,6 +160,32 @@ def connect(address: Address, timeout_s: float, hello: dict[str, Any]) -> socket
         connection.close()
         raise
     return connection
+
+
+def find_leader(
+    addresses: Iterable[Address],
+    hello: dict[str, Any],
+    wanted: FrameKind,
+    timeout_s: float,
+    max_body_bytes: int = 0,
+) -> tuple[socket.socket, Frame]:
+    """Return a connection to the first server that answers ``hello`` with a ``wanted`` frame, and
+    that frame. Raises PeerLost, with the last reason, where none does.
+    """
+    lost = PeerLost("no parameter server is known")
+    for address in addresses:
+        with contextlib.ExitStack() as stack:
+            try:
+                connection = stack.enter_context(connect(address, timeout_s, hello))
+                frame = receive(connection, max_body_bytes)
+            except PeerLost as error:
+                lost = error
+                continue
+            if frame.kind is wanted:
+                stack.pop_all()
+                return connection, frame
+            lost = PeerLost("parameter server does not lead", got=frame.kind.name, where=address)
+    raise lost
 
 
 def receive_hello(connection: socket.socket, key: str, within_s: float) -> Frame:

@@ -28,7 +28,7 @@ from typing import Any
 from paceline.config import TrainingSettings
 from paceline.data import PlannedStream
 from paceline.errors import CorruptData, PeerLost, TemporaryError
-from paceline.training.checkpoint import Checkpointer, TrainState, WholeModel
+from paceline.training.checkpoint import Checkpointer, TrainState
 from paceline.training.loop import (
     CPU,
     FOLLOWER_REPORT_S,
@@ -241,7 +241,7 @@ class _ServingRank:
         self._its, self._place, self._events, self._stop = its, place, events, stop
         self._server, self._policy, self._workers = server, policy, server.terms.workers
         model, optimizer = server.learner.model, server.learner.optimizer
-        self._state = TrainState(WholeModel(model), optimizer, Group(), Mesh(MeshSpec()))
+        self._state = TrainState([model], optimizer, Group(), Mesh(MeshSpec()))
 
     def run(self, meeting: Rendezvous) -> int:
         """Serve to the end of the job; return the exit code."""

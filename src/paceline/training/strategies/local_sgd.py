@@ -38,27 +38,10 @@ class LocalSgd:
         self._step = 0
         self._optimizer: torch.optim.Optimizer | None = None
         self._apart = False  # whether ranks may hold different weights
-        self._bytes = 0
-
-    @property
-    def modules(self) -> Sequence[nn.Module]:
-        """Return this rank's model."""
-        return self._inner.modules
-
-    @property
-    def data_rank(self) -> int:
-        """Return the index of the share of the global batch that this rank reads."""
-        return self._mesh.data_rank
-
-    @property
-    def data_world(self) -> int:
-        """Return the number of shares."""
-        return self._mesh.data_world
-
-    @property
-    def bytes_reduced(self) -> int:
-        """Return the bytes of weights and moments that this rank gave to averages so far."""
-        return self._bytes
+        self.modules: Sequence[nn.Module] = inner.modules
+        self.data_rank, self.data_world = mesh.data_rank, mesh.data_world
+        self.bytes_reduced = 0  # weights and moments that this rank gave to averages so far
+        self.evaluate = inner.evaluate  # under the weights that this rank holds: see ``together``
 
     def follow(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Average after each ``local_steps``-th step of ``optimizer``; ``step`` is the present one.
@@ -83,10 +66,6 @@ class LocalSgd:
         square = torch.tensor(norm * norm, dtype=torch.float64)
         self._sum(square)
         return math.sqrt(float(square) / self.data_world)
-
-    def evaluate(self, inputs: Inputs) -> LossSums:
-        """Return the loss of this rank's share under the weights it holds (see ``together``)."""
-        return self._inner.evaluate(inputs)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -116,11 +95,15 @@ class LocalSgd:
 
     def _average(self, tensors: Iterable[Tensor]) -> None:
         with torch.no_grad():
-            for group in _by_dtype(tensors):
+            groups: dict[torch.dtype, list[Tensor]] = {}
+            for each in tensors:
+                if each.is_floating_point():
+                    groups.setdefault(each.dtype, []).append(each)
+            for group in groups.values():
                 flat = torch.cat([each.reshape(-1) for each in group])
                 self._sum(flat)
                 flat /= self.data_world
-                self._bytes += flat.numel() * flat.element_size()
+                self.bytes_reduced += flat.numel() * flat.element_size()
                 parts = torch.split(flat, [each.numel() for each in group])
                 for each, part in zip(group, parts, strict=True):
                     each.copy_(part.view_as(each))
@@ -171,11 +154,3 @@ def local_sgd(
         )
     alone = parallelise(model, Mesh(MeshSpec(), 0, mesh.device_type), settings, workload)
     return LocalSgd(alone, mesh, settings.synchrony.local_steps)
-
-
-def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    groups: dict[torch.dtype, list[Tensor]] = {}
-    for each in tensors:
-        if each.is_floating_point():
-            groups.setdefault(each.dtype, []).append(each)
-    return list(groups.values())

@@ -35,7 +35,7 @@ from paceline.training.strategies.frames import (
     FrameKind,
     array_frame,
     array_of,
-    connect,
+    find_leader,
     integer_of,
     receive,
     receive_hello,
@@ -195,24 +195,20 @@ class ParameterServer:
     ) -> tuple[socket.socket, Frame] | None:
         """Return a connection to the leader, and the state that it sent; None: all is done."""
         until = time.monotonic() + deadline_s
-        got: object = "no address"
+        hello = {"role": "standby", "key": self.terms.key}
+        state_bytes = self.learner.count * 32 + (16 << 20)
         while not self._rendezvous.finished():
-            for address in addresses():
-                with contextlib.ExitStack() as stack:
-                    try:
-                        hello = {"role": "standby", "key": self.terms.key}
-                        leader = stack.enter_context(connect(address, GREET_S, hello))
-                        frame = receive(leader, self.learner.count * 32 + (16 << 20))
-                        if frame.kind is FrameKind.STATE:
-                            leader.settimeout(self.terms.silence_s)
-                            stack.pop_all()
-                            return leader, frame
-                        got = frame.kind.name
-                    except PeerLost as error:
-                        got = error
-            if time.monotonic() > until:
-                raise NoLeader("no parameter server to follow", got=got, where=list(addresses()))
-            time.sleep(RETRY_S)
+            try:
+                found = find_leader(addresses(), hello, FrameKind.STATE, GREET_S, state_bytes)
+            except PeerLost as error:
+                if time.monotonic() > until:
+                    raise NoLeader(
+                        "no parameter server to follow", got=error, where=list(addresses())
+                    ) from error
+                time.sleep(RETRY_S)
+            else:
+                found[0].settimeout(self.terms.silence_s)
+                return found
         return None
 
     def _take_state(self, state: Frame) -> None:
@@ -229,14 +225,12 @@ class ParameterServer:
         if frame.kind is not FrameKind.UPDATE:
             raise InvalidFrame("unexpected frame from the leader", got=frame.kind.name)
         gradient = array_of(frame, self.learner.count, self.learner.dtype)
+        numbers = ("worker", "sequence", "base", "version")
         update = Update(
-            integer_of(frame, "worker"),
-            integer_of(frame, "sequence"),
-            integer_of(frame, "base"),
-            integer_of(frame, "version"),
-            report_of(frame),
-            norm_of(gradient),
-            frame.head.get("taken") is True,
+            **{each: integer_of(frame, each) for each in numbers},
+            report=report_of(frame),
+            norm=norm_of(gradient),
+            taken=frame.head.get("taken") is True,
         )
         if update.taken and not math.isfinite(update.norm):
             raise InvalidFrame("leader took a gradient that is not finite", got=update.norm)

@@ -27,7 +27,7 @@ from paceline.training.strategies.frames import (
     FrameKind,
     array_frame,
     array_of,
-    connect,
+    find_leader,
     integer_of,
     receive,
     send,
@@ -84,15 +84,19 @@ class Worker:
                 time.sleep(RETRY_S)
 
     def _push_all(self, compute: Compute, on_push: Callable[[Task], None]) -> None:
-        connection, welcome = self._find_leader()
+        # A live server sends heartbeats while we wait for it; a frozen one does not.
+        silence_s = max(SILENCES * self._terms.silence_s, 1.0)
+        hello = {"role": "worker", "worker": self._worker, "key": self._terms.key}
+        connection, welcome = find_leader(self._addresses(), hello, FrameKind.WELCOME, silence_s)
         with connection:
+            self._on_frame()
             done, position = integer_of(welcome, "applied"), welcome.head.get("position")
             for sequence in range(done + 1, self._terms.pushes + 1):
                 task = Task(self._worker, sequence, position if sequence == done + 1 else None)
                 send(connection, Frame(FrameKind.PULL))
                 frame = self._expect(connection, FrameKind.WEIGHTS, self._count * 8 + 1024)
-                base, weights = integer_of(frame, "version"), self._array(frame)
-                gradient, report = compute(task, weights)
+                base = integer_of(frame, "version")
+                gradient, report = compute(task, array_of(frame, self._count, self._dtype))
                 self.computed += 1
                 head = {"sequence": sequence, "base": base, "report": report.model_dump()}
                 send(connection, array_frame(FrameKind.PUSH, gradient, **head))
@@ -100,35 +104,11 @@ class Worker:
                 self.staleness.append(integer_of(answer, "version") - 1 - base)
                 on_push(task)
 
-    def _array(self, frame: Frame) -> Array:
-        return array_of(frame, self._count, self._dtype)
-
-    def _find_leader(self) -> tuple[socket.socket, Frame]:
-        """Return a connection to the leader, and its WELCOME."""
-        lost = PeerLost("no parameter server is known")
-        # A live server sends heartbeats while we wait for it; a frozen one does not.
-        silence_s = max(SILENCES * self._terms.silence_s, 1.0)
-        hello = {"role": "worker", "worker": self._worker, "key": self._terms.key}
-        for address in self._addresses():
-            try:
-                connection = connect(address, silence_s, hello)
-            except PeerLost as error:
-                lost = error
-                continue
-            try:
-                return connection, self._expect(connection, FrameKind.WELCOME)
-            except PeerLost as error:
-                lost = error
-                connection.close()
-        raise lost
-
     def _expect(self, connection: socket.socket, wanted: FrameKind, max_bytes: int = 0) -> Frame:
         """Return the next frame that is no heartbeat; each must arrive within the deadline."""
         while (frame := receive(connection, max_bytes)).kind is FrameKind.BEAT:
             self._on_frame()
         self._on_frame()
-        if frame.kind is FrameKind.NOT_LEADING:
-            raise PeerLost("parameter server does not lead")
         if frame.kind is FrameKind.REFUSED:
             raise InvalidInput("parameter server refused", got=frame.head.get("message"))
         if frame.kind is not wanted:

@@ -10,7 +10,7 @@ import hashlib
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from paceline.coordinator.stores.etcd.client import delete, put
@@ -90,9 +90,8 @@ def normalize_changes(changes: Iterable[Change]) -> tuple[list[Change], list[Blo
 def write_journal(changes: Iterable[Change]) -> bytes:
     rows = []
     for each in changes:
-        is_put = isinstance(each, Put)
-        first, second = (each.key, each.value) if isinstance(each, Put) else (each.start, each.end)
-        rows.append(_LENGTHS.pack(is_put, len(first), len(second)) + first + second)
+        first, second = astuple(each)
+        rows.append(_LENGTHS.pack(isinstance(each, Put), len(first), len(second)) + first + second)
     return COMPRESSED + zlib.compress(b"".join(rows), 3)
 
 
@@ -113,11 +112,11 @@ def batches(changes: Iterable[Change]) -> list[list[Change]]:
     batched: list[list[Change]] = [[]]
     size = 0
     for each in changes:
-        pair = (each.key, each.value) if isinstance(each, Put) else (each.start, each.end)
-        size += sum(map(len, pair))
+        own = sum(map(len, astuple(each)))
+        size += own
         if batched[-1] and (len(batched[-1]) + 1 >= MAX_TXN_OPS or size >= MAX_TXN_BYTES):
             batched.append([])
-            size = sum(map(len, pair))
+            size = own
         batched[-1].append(each)
     return batched
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -51,14 +52,6 @@ StatusRequest:
 StatusResponse: header=1:Header version=2:string
 """  # noqa: E501 (a table: one message a line)
 
-_SCALARS = {
-    "bytes": descriptor_pb2.FieldDescriptorProto.TYPE_BYTES,
-    "string": descriptor_pb2.FieldDescriptorProto.TYPE_STRING,
-    "bool": descriptor_pb2.FieldDescriptorProto.TYPE_BOOL,
-    "int32": descriptor_pb2.FieldDescriptorProto.TYPE_INT32,
-    "int64": descriptor_pb2.FieldDescriptorProto.TYPE_INT64,
-    "uint64": descriptor_pb2.FieldDescriptorProto.TYPE_UINT64,
-}
 EQUAL = 0
 COMPARE_CREATE, COMPARE_MOD = 1, 2  # what the comparison uses
 
@@ -73,16 +66,13 @@ def _make() -> dict[str, Any]:
         names.append(name)
         message = file.message_type.add(name=name)
         for each in fields.split():
-            field_name, _, rest = each.partition("=")
-            number, _, kind = rest.partition(":")
-            field = message.field.add(name=field_name, number=int(number))
-            repeated = kind.startswith("*")
-            field.label = field.LABEL_REPEATED if repeated else field.LABEL_OPTIONAL
-            if kind in _SCALARS:
-                field.type = _SCALARS[kind]
+            field_name, number, kind = re.split("[=:]", each)
+            made = message.field.add(name=field_name, number=int(number))
+            made.label = made.LABEL_REPEATED if kind[0] == "*" else made.LABEL_OPTIONAL
+            if kind[0].islower():  # a scalar
+                made.type = getattr(made, f"TYPE_{kind.upper()}")
             else:
-                field.type = field.TYPE_MESSAGE
-                field.type_name = f".{_PACKAGE}.{kind.removeprefix('*')}"
+                made.type, made.type_name = made.TYPE_MESSAGE, f".{_PACKAGE}.{kind.lstrip('*')}"
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return {
@@ -171,14 +161,11 @@ class EtcdAccess:
     """Endpoints and credentials of a cluster; certificates and keys as PEM bytes."""
 
     endpoints: tuple[str, ...]
-    ca: bytes | None = None
-    cert: bytes | None = None
-    key: bytes | None = None
+    ca: bytes | None = field(default=None, repr=False)
+    cert: bytes | None = field(default=None, repr=False)
+    key: bytes | None = field(default=None, repr=False)
     user: str = ""
-    password: str = ""
-
-    def __repr__(self) -> str:
-        return f"Access({', '.join(self.endpoints)})"
+    password: str = field(default="", repr=False)
 
 
 class EtcdClient:
