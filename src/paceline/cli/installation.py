@@ -151,8 +151,9 @@ def where(run_id: str | None, state: Path | None, as_json: bool) -> int:
 
 
 def run_pages(runtime: Runtime, run_id: str, mlflow: str = "") -> dict[str, str]:
-    """Return the run's own pages: in Prefect, in MLflow (``mlflow`` where it is known), and its
-    newest deployment or job in the fleet page. One of a server that does not answer is left out."""
+    """Return the run's own pages: in Prefect, in MLflow (``mlflow`` where it is known), and in
+    the fleet page: its promotion that waits, or its newest deployment or job. One of a server that
+    does not answer is left out."""
     from paceline.registry import Registry
 
     def in_prefect() -> str | None:
@@ -168,6 +169,8 @@ def run_pages(runtime: Runtime, run_id: str, mlflow: str = "") -> dict[str, str]
 
     def in_fleet() -> str | None:
         client = CoordinatorClient.of(runtime)
+        if any(each.run_id == run_id for each in client.approvals()):
+            return f"{client.base_url}/fleet#approval={run_id}"
         brought = [each for each in client.deployments() if each.run_id == run_id]
         if brought:
             return deployment_page(client, brought[-1].deployment_id)
