@@ -188,12 +188,13 @@ def whole_training_id(client: CoordinatorClient, given: str) -> str:
 LAST = "last"
 MOST_INSTALLATIONS = 50  # of which a user's last things are kept
 SNAPSHOT = "URL of the data snapshot; last: what this user made last there."
-# What `last` means in place of a field of a command's answer → the command that prints it.
+# What `last` means in place of a field of an answer → the flows, and the call, that answer with it,
+# and the command to type for one.
 _LAST_OF = {
-    "url": ("build_snapshot", "paceline snapshot"),
-    "training_digest": ("train_model", "paceline train"),
-    "job_id": ("train_model", "paceline train"),
-    "report_digest": ("evaluate_model", "paceline evaluate"),
+    "url": (("build_snapshot",), "paceline snapshot"),
+    "training_digest": (("train_model",), "paceline train"),
+    "job_id": (("train_model",), "paceline train"),
+    "report_digest": (("evaluate_model", "train_model", "submit_job"), "paceline evaluate"),
 }
 
 
@@ -212,12 +213,13 @@ def _installation(runtime: Runtime) -> str:
 
 
 def remember(runtime: Runtime, flow: str, answer: Mapping[str, Any]) -> None:
-    """Keep what ``module.function`` made on the installation, for `last` in later commands.
+    """Keep what ``module.function`` (or the call ``submit_job``) made on the installation, for
+    `last` in later commands.
 
     A home that cannot be written keeps nothing: the command has done its work.
     """
     made = flow.rpartition(".")[2]
-    fields = [field for field, (maker, _) in _LAST_OF.items() if maker == made]
+    fields = [field for field, (makers, _) in _LAST_OF.items() if made in makers]
     kept = {field: str(answer[field]) for field in fields if answer.get(field)}
     if not kept:
         return
