@@ -383,17 +383,17 @@ def test_last_is_what_this_user_made_last_on_that_installation(
     assert or_last("last", "url", made.state_dir) == "s3://b/2"
     assert or_last("last", "job_id", made.state_dir) == "job-1"
     assert flows._digest_of("last", "training_digest", "train", made.state_dir) == "4" * 64
-    with pytest.raises(InvalidInput, match="`paceline evaluate`"):  # that one was not judged
+    with pytest.raises(NotFound, match="`paceline evaluate`"):  # that one was not judged
         flows._digest_of("last", "report_digest", "evaluate", made.state_dir)
     for flow, report in (("train.train_model", "6" * 64), ("evaluate.evaluate_model", "7" * 64)):
         remember(made, flow, {"report_digest": report})
         assert flows._digest_of("last", "report_digest", "evaluate", made.state_dir) == report
     assert (no_login / "paceline/last.json").stat().st_mode & 0o777 == 0o600
-    with pytest.raises(InvalidInput, match=f"`paceline snapshot`.*{other.state_dir}"):
+    with pytest.raises(NotFound, match=f"`paceline snapshot`.*{other.state_dir}"):
         or_last("last", "url", other.state_dir)
     (no_login / "paceline/last.json").write_text("[")
     done = paceline("promote", "m", "--report", "last", "--state", made.state_dir)
-    assert done.returncode == 2
+    assert done.returncode == 1
     assert "Type `paceline evaluate` first" in done.stderr
     (no_login / "paceline/last.json").write_text(json.dumps({str(made.state_dir): "?"}))
     remember(made, "publish.build_snapshot", {"url": "s3://b/3"})

@@ -469,7 +469,7 @@ def _digest_of(given: str, field: str, command: str, state: Path | None = None) 
         with click.open_file(given) as file:
             value = json.load(file)
     except OSError as error:
-        raise InvalidInput(
+        raise (SourceMissing if isinstance(error, FileNotFoundError) else InvalidInput)(
             "no such file, and no digest",
             got=given,
             wanted=f"JSON of `paceline {command} --json`, or its {field}",

@@ -33,7 +33,7 @@ from paceline.config import (
     load_profile,
     toml_value,
 )
-from paceline.errors import InvalidInput, PacelineError
+from paceline.errors import InvalidInput, NotFound, PacelineError
 from paceline.schemas import (
     QUEUED_JOB_ID,
     TRAINING_ID,
@@ -188,8 +188,7 @@ def whole_training_id(client: CoordinatorClient, given: str) -> str:
 LAST = "last"
 MOST_INSTALLATIONS = 50  # of which a user's last things are kept
 SNAPSHOT = "URL of the data snapshot; last: what this user made last there."
-# What `last` means in place of a field of an answer → the flows, and the call, that answer with it,
-# and the command to type for one.
+# What `last` means in place of a field → the flows, or the call, that answer with it; a command.
 _LAST_OF = {
     "url": (("build_snapshot",), "paceline snapshot"),
     "training_digest": (("train_model",), "paceline train"),
@@ -213,8 +212,7 @@ def _installation(runtime: Runtime) -> str:
 
 
 def remember(runtime: Runtime, flow: str, answer: Mapping[str, Any]) -> None:
-    """Keep what ``module.function`` (or the call ``submit_job``) made on the installation, for
-    `last` in later commands.
+    """Keep what the flow ``module.function``, or a call, made there, for `last` in later commands.
 
     A home that cannot be written keeps nothing: the command has done its work.
     """
@@ -235,7 +233,7 @@ def remember(runtime: Runtime, flow: str, answer: Mapping[str, Any]) -> None:
 def or_last(given: str, field: str, state: Path | None) -> str:
     """Return ``given``; of `last` the ``field`` of what this user's commands made last there.
 
-    Raises InvalidInput where they have made nothing yet.
+    Raises NotFound where they have made nothing yet.
     """
     if given != LAST:
         return given
@@ -243,7 +241,7 @@ def or_last(given: str, field: str, state: Path | None) -> str:
     place = _installation(find_installation(state))
     if not (found := known.get(place, {}).get(field)):
         command = _LAST_OF[field][1]
-        raise InvalidInput(
+        raise NotFound(
             "this user has made none here yet",
             got=LAST,
             wanted=f"what `{command}` of this user made last in {place}",
