@@ -195,17 +195,22 @@ def train_model(
         assert trained.training_digest is not None  # the stage has recorded it
         sealed.refer(run, "training", trained.training_digest, trained.job_id)
         if evaluate_on:
-            _judge(run, link, model_id, version, trained, evaluate_on)
+            report = _judge(run, link, model_id, version, trained, evaluate_on)
+            trained = trained.model_copy(update={"report_digest": report})
         return trained
 
 
 def _judge(
     run: Run, link: JobLink, model_id: str, version: str, trained: Trained, evaluate_on: str
-) -> None:
+) -> str | None:
+    """Return the digest of the report, None where the training could not be judged."""
     try:
         digest = str(trained.training_digest)
-        link.judged(judge(run, model_id, version, digest, evaluate_on, link.hosts or None))
+        evaluated = judge(run, model_id, version, digest, evaluate_on, link.hosts or None)
     except Cancelled:
         raise
     except PermanentError as error:
         run.warn(f"{trained.job_id} is not judged: {error.one_line()}")
+        return None
+    link.judged(evaluated)
+    return evaluated.report_digest

@@ -10,9 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import Conflict, CorruptData, SourceMissing
-from paceline.evaluation import CARD_FILE, MAX_CARD_BYTES, model_card
+from paceline.evaluation import model_card
 from paceline.manifest import Manifest, build_manifest, fetch_manifest
-from paceline.models import PROGRAM_FILE, file_sha256, is_pretrained
+from paceline.models import (
+    CARD_FILE,
+    MAX_CARD_BYTES,
+    PROGRAM_FILE,
+    file_sha256,
+    is_pretrained,
+)
 from paceline.schemas import Evaluation, TrainResult, digest_of
 from paceline.tasks._support.run import Run, StageResult
 from paceline.tasks._support.stages import stage

@@ -14,13 +14,14 @@ from prefect.transactions import Transaction, get_transaction
 
 from paceline.data import load_snapshot
 from paceline.errors import Conflict, CorruptData, GateRefused, NotFound
-from paceline.evaluation import CARD_FILE, EXAM, EXCEPTED, decide
+from paceline.evaluation import EXAM, EXCEPTED, decide
 from paceline.manifest import (
     Manifest,
     build_manifest,
     fetch_manifest,
     publish_model,
 )
+from paceline.models import CARD_FILE
 from paceline.registry import MLMODEL_FILE, gate_metrics, mlmodel, resolve_source
 from paceline.schemas import (
     OF_TEAM,

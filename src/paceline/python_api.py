@@ -24,7 +24,7 @@ from paceline.config import (
     object_access,
     with_overrides,
 )
-from paceline.errors import InvalidInput, NotReady
+from paceline.errors import InvalidInput, NotReady, SourceMissing
 from paceline.units import link_mbit, size_bytes
 
 if TYPE_CHECKING:
@@ -355,7 +355,7 @@ def model_directory(
     """Return ``model``'s directory; one that is elsewhere is downloaded to ``into``, from
     ``objects`` (default: the installation's store).
 
-    Raises InvalidInput for what is none of a directory, s3://… and models:/….
+    Raises SourceMissing for what is none of a directory, s3://… and models:/….
     """
     from paceline.evaluation import download_model
     from paceline.registry import resolve_source
@@ -366,7 +366,7 @@ def model_directory(
     if model.startswith("models:/") and runtime is not None:
         model = resolve_source(model, runtime)[0]
     if not model.startswith("s3://"):
-        raise InvalidInput(
+        raise SourceMissing(
             "no model here",
             got=model,
             wanted="a directory, s3://bucket/prefix, or models:/name@alias of an installation",

@@ -46,7 +46,7 @@ CONTINUED = ("promote-model", "lifecycle")
 
 
 class Decision(RunInput):
-    """The form on Prefect's page. Approving takes a token: `paceline approve RUN`."""
+    """The form on Prefect's page. Who approves logs in with a token, in the fleet page."""
 
     decision: Literal["approve", "reject"]
     reason: str = Field(default="", max_length=500)
@@ -193,8 +193,9 @@ def wait(run: Run, request: dict[str, Any]) -> None:
     asked = ApprovalRequest.model_validate(request)
     form = Decision.with_initial_data(
         description=f"**{asked.model_id} {asked.version}**, run `{asked.run_id}`: evidence "
-        f"`{asked.evidence_digest}`, policy `{asked.policy_digest}`. To approve, run `paceline "
-        f"approve {asked.run_id}` with a token of scope approve: approved here alone, it goes on "
+        f"`{asked.evidence_digest}`, policy `{asked.policy_digest}`. To approve, open "
+        f"{run.runtime.endpoints.coordinator_url}/fleet#approval={asked.run_id} or run `paceline "
+        f"approve {asked.run_id}`, with a token of scope approve: approved here alone, it goes on "
         "waiting. Rejected here, it ends.",
         decision="reject",
     )

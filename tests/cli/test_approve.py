@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -20,6 +21,7 @@ from paceline.schemas import (
     ApprovalRequest,
     CreateToken,
     Evidence,
+    ModelScore,
     StageRecord,
     digest_of,
     schema_text,
@@ -27,7 +29,7 @@ from paceline.schemas import (
 from paceline.tasks._support import sealed
 from paceline.tasks._support.run import Run
 from tests.api.conftest import Served, make_runtime
-from tests.evaluation.reports import LINEAGE, TRAINING_SNAPSHOT, passing
+from tests.evaluation.reports import CLEAN, LINEAGE, TRAINING_SNAPSHOT, interval, passing
 from tests.registry.bundles import make_evidence
 from tests.security.test_only_a_token_approves import FLOW_RUN, Prefect
 from tests.support.command import paceline
@@ -37,20 +39,28 @@ from tests.support.web import serving
 RUN, MODEL = "run-20261120-153600-9f3a1c", "m"
 
 
-def judged() -> Evidence:
+def judged(model_id: str = MODEL) -> Evidence:
     """Return evidence of a candidate that passes, and is worse than the champion in one slice."""
-    report = passing()
+    others = {"gzip": 3.3, "xz": 3.1}
+    gains = {"base": -0.4, "champion": -0.1, "ngram": 0.3, "gzip": -0.9, "xz": -0.7}
+    report = passing(difference_to={name: interval(gain) for name, gain in gains.items()})
+    scores = (
+        ModelScore(name=name, kind="compressor", bits_per_byte=interval(bits))
+        for name, bits in others.items()
+    )
     slices = ({"slice": "directory", "name": "legal", "documents": 3, "bytes": 9, "bits_per_byte":
                {"candidate": 2.75, "champion": 2.5}}, *report.slices)  # fmt: skip
-    report = report.model_copy(update={"slices": slices})
-    policy = Profile().gate.policy(MODEL).model_copy(update={"except_baselines": ("ngram",)})
+    clean = CLEAN.model_copy(update={"overlapping": 0})
+    changes = {"slices": slices, "scores": (*report.scores, *scores), "overlaps": (clean,)}
+    report = report.model_copy(update=changes)
+    policy = Profile().gate.policy(model_id).model_copy(update={"except_baselines": ("ngram",)})
     decision = decide(report, policy, champion="champion", lineage=LINEAGE)
     facts = {
         "evaluation": report, "gate": decision, "report_digest": "b" * 64,
         "training_snapshot_url": "s3://paceline/data/snapshots/7777", "base_version": "1",
         "training_snapshot_digest": TRAINING_SNAPSHOT,
     }  # fmt: skip
-    return make_evidence(MODEL, "2").model_copy(update=facts)
+    return make_evidence(model_id, "2").model_copy(update=facts)
 
 
 @pytest.fixture(scope="module")
@@ -80,16 +90,21 @@ def bob(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert done.returncode == 0, done.stderr
 
 
-def ask(served: Served, evidence: Evidence, *, recorded: bool = True) -> ApprovalRequest:
+def ask(
+    served: Served, evidence: Evidence, *, recorded: bool = True, **changes: Any
+) -> ApprovalRequest:
     """Request an approval of ``evidence``, as the flow of a promotion does."""
-    run = Run(served.runtime, RUN)
+    run_id = changes.setdefault("run_id", RUN)
+    run = Run(served.runtime, run_id)
     digest = sealed.keep(run, evidence, "evidence") if recorded else digest_of(evidence)
-    request = ApprovalRequest(
-        run_id=RUN, model_id=MODEL, version="2", evidence_digest=digest, report_digest="b" * 64,
-        policy_digest="a" * 64, expires_at=time.time() + 600, flow_run_id=FLOW_RUN, page="",
-    )  # fmt: skip
+    facts = {
+        "model_id": MODEL, "version": "2", "evidence_digest": digest, "report_digest": "b" * 64,
+        "policy_digest": "a" * 64, "expires_at": time.time() + 600, "flow_run_id": FLOW_RUN,
+        "page": "",
+    }  # fmt: skip
+    request = ApprovalRequest.model_validate(facts | changes)
     output = request.model_dump(mode="json")
-    record = StageRecord.of(APPROVAL_REQUEST, digest_of(RUN), output, RUN)
+    record = StageRecord.of(APPROVAL_REQUEST, digest_of(run_id), output, run_id)
     served.client().ledger_put(record)
     return request
 
@@ -111,7 +126,8 @@ def test_the_approver_sees_the_figures_and_decides(served: Served) -> None:
     assert rows["candidate"] == "candidate 2.4000 2.3500 to 2.4500"
     assert rows["base"] == "base 2.8000 2.7500 to 2.8500 -0.4000 -0.4500 to -0.3500 better"
     assert rows["ngram"].endswith("+0.3000 +0.2500 to +0.3500 worse")
-    assert f"gate: {'passed' if evidence.gate.passed else 'refused'}" in shown
+    assert evidence.gate.passed
+    assert "gate: passed" in shown
     for check in evidence.gate.checks:
         assert check.name in shown
     assert "slices worse than champion: 1\n  directory: legal  2.5000  →  2.7500" in shown

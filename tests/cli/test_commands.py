@@ -246,7 +246,7 @@ def test_a_flow_ends_with_what_it_made_and_the_next_command() -> None:
         assert lines[1] == f"next:     paceline {then}"
     assert judged[1] == "next:     paceline promote org/m --report run-1"
     asked = {"model_id": "org/m", "version": "1", "snapshot_url": url, "evaluate_on": url}
-    trained = ends("train.train_model", asked, export_url="s3://b/e")
+    trained = ends("train.train_model", asked, export_url="s3://b/e", report_digest="d")
     assert trained[1] == "next:     paceline promote org/m --report run-1", "it is judged"
     assert ends("train.train_model", {}) == [], "the ledger dropped it"
 
@@ -383,12 +383,17 @@ def test_last_is_what_this_user_made_last_on_that_installation(
     assert or_last("last", "url", made.state_dir) == "s3://b/2"
     assert or_last("last", "job_id", made.state_dir) == "job-1"
     assert flows._digest_of("last", "training_digest", "train", made.state_dir) == "4" * 64
+    with pytest.raises(NotFound, match="`paceline evaluate`"):  # that one was not judged
+        flows._digest_of("last", "report_digest", "evaluate", made.state_dir)
+    for flow, report in (("train.train_model", "6" * 64), ("evaluate.evaluate_model", "7" * 64)):
+        remember(made, flow, {"report_digest": report})
+        assert flows._digest_of("last", "report_digest", "evaluate", made.state_dir) == report
     assert (no_login / "paceline/last.json").stat().st_mode & 0o777 == 0o600
-    with pytest.raises(InvalidInput, match=f"`paceline snapshot`.*{other.state_dir}"):
+    with pytest.raises(NotFound, match=f"`paceline snapshot`.*{other.state_dir}"):
         or_last("last", "url", other.state_dir)
     (no_login / "paceline/last.json").write_text("[")
     done = paceline("promote", "m", "--report", "last", "--state", made.state_dir)
-    assert done.returncode == 2
+    assert done.returncode == 1
     assert "Type `paceline evaluate` first" in done.stderr
     (no_login / "paceline/last.json").write_text(json.dumps({str(made.state_dir): "?"}))
     remember(made, "publish.build_snapshot", {"url": "s3://b/3"})

@@ -13,11 +13,20 @@ import jsonschema
 import pytest
 
 import paceline as package
+from paceline.cli import flows
 from paceline.cli.options import whole_run_id, whole_training_id
 from paceline.client import CoordinatorClient
 from paceline.config import Endpoints, PriceSettings
 from paceline.errors import Conflict, InvalidInput, NotFound
-from paceline.schemas import AdoptJob, JobReport, JobState, SubmitJob, new_run_id, schema_text
+from paceline.schemas import (
+    AdoptJob,
+    JobReport,
+    JobState,
+    JobView,
+    SubmitJob,
+    new_run_id,
+    schema_text,
+)
 from tests.api.conftest import FakeAgent, Served, creation, make_model, make_runtime
 from tests.journeys.guide import commands
 from tests.support.command import paceline
@@ -303,3 +312,21 @@ def test_the_page_allows_lists_and_revokes_a_purpose(served: Served) -> None:
     (rule,) = re.findall(r"dp-[0-9a-f]+", typed(listed))
     typed(revoke.replace("dp-4f1c", rule[:7]))
     assert "revoked" in typed(listed)
+
+
+def test_the_report_of_a_job_is_last_and_found_by_the_jobs_id(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, state = served.client(), served.runtime.state_dir
+
+    def submit(client: CoordinatorClient, spec: SubmitJob, _: str | None) -> JobView:
+        return client.job(adopt(served, evaluate_on=spec.evaluate_on, seed=spec.seed))
+
+    monkeypatch.setattr(CoordinatorClient, "submit_job", submit)  # there is no S3 server here
+    asked = ("submit", "m", "v1", "--snapshot", "s3://paceline/d", "--seed")
+    job_id = said(served, "job", *asked, "21", "--evaluate")["job"]["job_id"]
+    said(served, "job", *asked, "22")  # this one has no report
+    run_id = client.job(job_id).job.run_id
+    for given in ("last", job_id, job_id[:8]):
+        assert flows._digest_of(given, "report_digest", "evaluate", state) == run_id
+    end_all(client)

@@ -252,7 +252,7 @@ def test_a_token_that_opens_nothing_is_refused_with_the_reason(
 
 def test_a_url_that_is_no_coordinator_is_named(laptop: Path) -> None:
     given = {"PACELINE_TOKEN": "pl_x"}
-    one_line(paceline("login", "coordinator:7400", **given), 2, "neither a URL nor a file")
+    one_line(paceline("login", "coordinator:7400", **given), 1, "neither a URL nor a file")
     one_line(paceline("login", "ftp://host", **given), 2, "not a server's URL")
     one_line(paceline("login", "http://192.0.2.1:7400", **given), 2, "in the clear")
     one_line(

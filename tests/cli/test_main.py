@@ -45,7 +45,7 @@ def test_a_mistyped_command_names_the_right_one() -> None:
         (("demo", "--set", "cluster.link_mbits=6"), 2, ("cluster.link_mbits", "'link_mbit'")),
         (("demo", "--set", "nonsense"), 2, ("KEY=VALUE",)),
         (("demo", "--profile", "embeded"), 2, ("embedded",)),
-        (("demo", "--data", "/does/not/exist"), 2, ("/does/not/exist", "directory")),
+        (("demo", "--data", "/does/not/exist"), 1, ("/does/not/exist", "directory")),
         (("lifecycle",), 75, ("nothing runs here", "paceline up")),
         (("distribute", "m", "1"), 75, ("paceline up",)),
         (("status",), 75, ()),

@@ -85,7 +85,7 @@ def test_the_command_prints_it_and_names_what_is_wrong(model: Path, tmp_path: Pa
     assert shown["text"] + "\n" == done.stdout
     jsonschema.validate(shown, json.loads(schema_text("generate")))
     wrong = paceline("generate", "nowhere", PROMPT)
-    assert wrong.returncode == 2
+    assert wrong.returncode == 1
     assert wrong.stderr.count("\n") == 1
     assert "no model here" in wrong.stderr
 

@@ -17,9 +17,12 @@ from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.manifest import build_manifest, write_manifest
 from paceline.schemas import JobState
 from tests.api.conftest import PATIENT, Served
+from tests.cli.test_approve import judged
 from tests.support.browser import chromium, click, keep, resize, see
+from tests.support.rclone import rclone_s3
 from tests.support.stack import environment, wait_until
 from tests.support.web import serving
+from tests.telemetry.test_fleet_page_approvals import wait_for_approval
 from tests.telemetry.test_fleet_page_views import (
     FLOW,
     Services,
@@ -49,6 +52,8 @@ VIEWS = {
     "worker": ("/fleet#worker=node-3", "", "//*[@id='worker']//td[text()='acme-7b 2']"),
     "jobs": ("/fleet#view=jobs", "", "//*[@id='job-list']//*[contains(text(), 'step 299')]"),
     "job": ("/fleet#job={job}", "", "//*[@id='job-log'][contains(., 'step 299')]"),
+    "approvals": ("/fleet#view=approvals", "", "//*[@id='approval-list']//td[text()='ann']"),
+    "approval": ("/fleet#approval={run}", "", "//*[@id='approval']//h3[contains(., 'Gate')]"),
     "calls": ("/docs", "(//summary)[1]", "//details[@open]//pre"),
 }
 
@@ -74,16 +79,24 @@ def agents_of(runtime: Runtime) -> Iterator[None]:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[tuple[Served, str]]:
+def site(tmp_path: Path) -> Iterator[tuple[Served, dict[str, str]]]:
     """A coordinator and agents: one version is active, one is under way; jobs run, wait and need
-    a review. Returns the coordinator and the id of the job that runs."""
+    a review, and a promotion waits. Returns the coordinator, the id of the job that runs, and the
+    run of that promotion."""
     services, state = Services(), tmp_path / "state"
     with serving(services) as web, ExitStack() as stack:
         profile = Profile.model_validate(
             {"security": {**PATIENT, "source_roots": (str(tmp_path),)}}
         )
-        secrets = Secrets(coordinator_token="token-of-the-pictures", worker_token="of-workers")
-        known = Endpoints(prefect_api_url=f"{web.url}/api", mlflow_url=web.url)
+        s3 = stack.enter_context(rclone_s3())
+        s3.store().ensure_bucket(profile.storage.bucket)
+        secrets = Secrets(
+            coordinator_token="token-of-the-pictures", worker_token="of-workers",
+            s3_access_key=s3.access_key, s3_secret_key=s3.secret_key,
+        )  # fmt: skip
+        known = Endpoints(
+            prefect_api_url=f"{web.url}/api", mlflow_url=web.url, s3_url=s3.endpoint_url
+        )
         state.mkdir()
         server = Served(Runtime(profile=profile, state_dir=state, endpoints=known, secrets=secrets))
         server.start()
@@ -108,7 +121,9 @@ def site(tmp_path: Path) -> Iterator[tuple[Served, str]]:
         late = adopt(client, name="long-context", resources={"ranks": 6}, seed=1, **of)
         stack.enter_context(reporting(client, late.job_id, job.job_id))
         deploy(client, tmp_path, "2")
-        yield server, job.job_id
+        ask = {"model_id": MODEL, "version": "3", "page": f"{web.url}/runs/flow-run/{FLOW}"}
+        promotion = wait_for_approval(server, judged(MODEL), **ask)
+        yield server, {"job": job.job_id, "run": promotion}
 
 
 def deploy(client: CoordinatorClient, below: Path, version: str) -> str:
@@ -137,8 +152,8 @@ def look(browser: Any, name: str, at: str = "") -> None:
 
 
 @pytest.mark.nightly
-def test_every_page_fits_a_desk_and_a_phone(site: tuple[Served, str]) -> None:
-    server, job = site
+def test_every_page_fits_a_desk_and_a_phone(site: tuple[Served, dict[str, str]]) -> None:
+    server, ids = site
     with chromium() as browser:
         resize(browser, 1280)
         browser.get(f"{server.url}/fleet")
@@ -148,7 +163,7 @@ def test_every_page_fits_a_desk_and_a_phone(site: tuple[Served, str]) -> None:
         see(browser, "//*[@id='who' and contains(text(), 'Paceline')]")
         for name, (address, press, seen) in VIEWS.items():
             resize(browser, 1280)
-            browser.get(f"{server.url}{address.replace('{job}', job)}")
+            browser.get(server.url + address.format(**ids))
             if press:
                 click(browser, press)
             see(browser, seen, 120)

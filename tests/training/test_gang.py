@@ -42,6 +42,10 @@ def test_a_result_is_stored_and_given_again_without_a_gang(camp: Camp, pair: Sto
     assert pair.result.final_loss == pair.losses[24]
     assert not pair.result.restarts
     assert pair.result.code_version
+    card = camp.store.get_bytes(f"{pair.result.export_url}/README.md").decode()
+    assert "# tiny, trained from version v1" in card
+    assert "Not judged." in card
+    assert "\npaceline reproduce dp2\n" in card
 
 
 def continue_as(camp: Camp, job_id: str) -> int:

@@ -172,7 +172,10 @@ def make_flow_router(
             for each in requests
             if each.expires_at > time.time() and coordinator.stage(APPROVAL, each.key) is None
         ]
-        return ApprovalList(approvals=tuple(sorted(waiting, key=lambda each: each.expires_at)))
+        return ApprovalList(
+            approvals=tuple(sorted(waiting, key=lambda each: each.expires_at)),
+            submitters={each.run_id: _names(coordinator, each.run_id) for each in waiting},
+        )
 
     @router.get("/approvals/{run_id}", tags=["flows"])
     def get_approval(run_id: Annotated[Name, PathParameter()]) -> ApprovalShown:
@@ -217,6 +220,10 @@ def submitters(coordinator: Coordinator, run_id: str) -> dict[str, str]:
     return _tokens(_submission(coordinator, run_id))
 
 
+def _names(coordinator: Coordinator, run_id: str) -> tuple[str, ...]:
+    return tuple(sorted(submitters(coordinator, run_id).values()))
+
+
 def _tokens(kept: Mapping[str, object]) -> dict[str, str]:
     tokens = kept["tokens"]
     assert isinstance(tokens, dict)  # only this module writes it
@@ -246,7 +253,6 @@ def _shown(
     if approval is not None:
         status = "approved" if approval.approved else "rejected"
     shown = {"status": status, "request": request, "approval": approval}
-    submitted = tuple(sorted(submitters(coordinator, run_id).values()))
     url = f"{runtime.records_url}/evidence/{request.evidence_digest}.json"
     try:
         shown["evidence"] = _evidence(records, url, request.evidence_digest)
@@ -256,7 +262,7 @@ def _shown(
         raise
     except PacelineError as error:  # it can be decided without
         shown["no_evidence"] = error.one_line()[:2000]
-    return ApprovalShown.model_validate(shown | {"submitters": submitted})
+    return ApprovalShown.model_validate(shown | {"submitters": _names(coordinator, run_id)})
 
 
 def _evidence(records: ObjectStore, url: str, wanted: str) -> Evidence:

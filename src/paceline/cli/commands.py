@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -185,6 +187,21 @@ def examples(*commands: str) -> str:
     """Return the end of a help: the examples of ``commands``."""
     lines = "\n".join(map(example_of, commands)).replace("\n", "\n  ")
     return f"\b\nFor example:\n  {lines}"
+
+
+class ExistingPath(click.Path):
+    """A path of which the end is there. Raises SourceMissing where nothing is, as every command
+    does: click alone would count that as a misuse."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path."""
+        if not Path(value).exists():
+            from paceline.errors import SourceMissing
+
+            where = None if param is None else param.opts[0]
+            what, do = "no such file or directory", "Check the path."
+            raise SourceMissing(what, got=value, where=where, do=do)
+        return super().convert(value, param, ctx)
 
 
 class Group(click.Group):

@@ -25,7 +25,7 @@ from paceline.cli.options import (
     state_option,
 )
 from paceline.config import Runtime
-from paceline.errors import InvalidInput, NotReady
+from paceline.errors import InvalidInput, NotReady, SourceMissing
 from paceline.extras import require_extras
 from paceline.relay import SignalEvent
 from paceline.schemas import RunSummary, new_run_id
@@ -63,7 +63,8 @@ def demo(
         overrides = ('gate.except_baselines=["ngram", "gzip", "xz"]', *overrides)
     settings = read_profile(profile, overrides)
     if data is not None and not data.is_dir():
-        raise InvalidInput("no such data", got=data, wanted="a directory of text files")
+        kind = InvalidInput if data.exists() else SourceMissing
+        raise kind("no such data", got=data, wanted="a directory of text files")
     directory = state_directory(state)
     began = time.monotonic()
 

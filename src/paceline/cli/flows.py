@@ -183,7 +183,7 @@ def made_and_next(flow: str, given: Mapping[str, Any], result: FlowAnswer) -> li
     answer = {**given, **result.model_dump(mode="json")}
     if name == "distribute_model" and answer.get("activate") is None:
         name = "staged"
-    if given.get("evaluate_on") and not any("is not judged" in each for each in result.notes):
+    if name == "train_model" and answer.get("report_digest"):
         name = "judged"
     made, then = OUTCOMES.get(name, ("", ""))
     try:
@@ -463,12 +463,13 @@ def _digest_of(given: str, field: str, command: str, state: Path | None = None) 
         if given.startswith("job-"):
             return whole_training_id(CoordinatorClient.of(find_installation(state)), given)
         if given.startswith("tj-"):
-            return whole_job_id(CoordinatorClient.of(find_installation(state)), given)
+            client = CoordinatorClient.of(find_installation(state))
+            return client.job(whole_job_id(client, given)).job.run_id
     try:
         with click.open_file(given) as file:
             value = json.load(file)
     except OSError as error:
-        raise InvalidInput(
+        raise (SourceMissing if isinstance(error, FileNotFoundError) else InvalidInput)(
             "no such file, and no digest",
             got=given,
             wanted=f"JSON of `paceline {command} --json`, or its {field}",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from paceline.cli.commands import Sections
+from paceline.cli.commands import ExistingPath, Sections
 from paceline.cli.options import (
     LINK,
     SIZE,
@@ -129,7 +129,7 @@ def plan(
 )
 @click.option(
     "--faults",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=ExistingPath(path_type=Path, dir_okay=False),
     help="Observed faults, JSON: at_s, worker, kind (kill, silence, freeze, rate or corrupt).",
 )
 @click.option(

@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from paceline.cli.commands import Sections
+from paceline.cli.commands import ExistingPath, Sections
 from paceline.cli.options import (
     every,
     json_option,
@@ -39,7 +39,7 @@ from paceline.config import (
     load_runtime,
     require_here,
 )
-from paceline.errors import InvalidInput, PacelineError
+from paceline.errors import InvalidInput, PacelineError, SourceMissing
 from paceline.extras import require_extras
 from paceline.schemas import Links, Started, Stopped, one_of
 from paceline.units import link_mbit as speed
@@ -151,8 +151,9 @@ def where(run_id: str | None, state: Path | None, as_json: bool) -> int:
 
 
 def run_pages(runtime: Runtime, run_id: str, mlflow: str = "") -> dict[str, str]:
-    """Return the run's own pages: in Prefect, in MLflow (``mlflow`` where it is known), and its
-    newest deployment or job in the fleet page. One of a server that does not answer is left out."""
+    """Return the run's own pages: in Prefect, in MLflow (``mlflow`` where it is known), and in
+    the fleet page: its promotion that waits, or its newest deployment or job. One of a server that
+    does not answer is left out."""
     from paceline.registry import Registry
 
     def in_prefect() -> str | None:
@@ -168,6 +169,8 @@ def run_pages(runtime: Runtime, run_id: str, mlflow: str = "") -> dict[str, str]
 
     def in_fleet() -> str | None:
         client = CoordinatorClient.of(runtime)
+        if any(each.run_id == run_id for each in client.approvals()):
+            return f"{client.base_url}/fleet#approval={run_id}"
         brought = [each for each in client.deployments() if each.run_id == run_id]
         if brought:
             return deployment_page(client, brought[-1].deployment_id)
@@ -227,7 +230,7 @@ JOIN_OPTIONS = (
     ),
     click.option(
         "--ca",
-        type=click.Path(path_type=Path, dir_okay=False, exists=True),
+        type=ExistingPath(path_type=Path, dir_okay=False),
         default=None,
         help="With --join: what the coordinator's certificate is checked against, if not the"
         " authority that the token names.",
@@ -309,8 +312,11 @@ def _join(state: Path, worker_id: str, url: str, token: str, ca: Path | None) ->
             token = Path(token[1:]).read_text(encoding="ascii").strip()
         except (OSError, ValueError) as error:
             # The token was used long ago, and its file may be gone since.
-            if not (isinstance(error, FileNotFoundError) and has_joined(state)):
+            if not isinstance(error, FileNotFoundError):
                 raise click.BadParameter(f"cannot be read: {error}", param_hint="--join") from error
+            if not has_joined(state):
+                what = "no such file with a join token"
+                raise SourceMissing(what, got=token[1:], where="--join") from error
             token = ""
     if join(state, worker_id, url, token, ca=ca):
         _check_node(state)

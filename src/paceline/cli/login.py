@@ -35,7 +35,13 @@ from paceline.config import (
     read_login,
     save_login,
 )
-from paceline.errors import AccessDenied, InvalidInput, NotFound, ServiceUnavailable
+from paceline.errors import (
+    AccessDenied,
+    InvalidInput,
+    NotFound,
+    ServiceUnavailable,
+    SourceMissing,
+)
 from paceline.relay import fetch_authority
 from paceline.schemas import SHA256_HEX, InstallationView, LoggedIn, LoggedOut, new_run_id
 from paceline.system import Endpoint
@@ -124,7 +130,7 @@ def _target(target: str) -> Login:
     try:
         return read_login(Path(target))
     except FileNotFoundError as error:
-        raise InvalidInput(
+        raise SourceMissing(
             "neither a URL nor a file",
             got=target,
             wanted="https://HOST:PORT of a coordinator, or its client.json",

@@ -33,7 +33,7 @@ from paceline.config import (
     load_profile,
     toml_value,
 )
-from paceline.errors import InvalidInput, PacelineError
+from paceline.errors import InvalidInput, NotFound, PacelineError
 from paceline.schemas import (
     QUEUED_JOB_ID,
     TRAINING_ID,
@@ -188,12 +188,12 @@ def whole_training_id(client: CoordinatorClient, given: str) -> str:
 LAST = "last"
 MOST_INSTALLATIONS = 50  # of which a user's last things are kept
 SNAPSHOT = "URL of the data snapshot; last: what this user made last there."
-# What `last` means in place of a field of a command's answer → the command that prints it.
+# What `last` means in place of a field → the flows, or the call, that answer with it; a command.
 _LAST_OF = {
-    "url": ("build_snapshot", "paceline snapshot"),
-    "training_digest": ("train_model", "paceline train"),
-    "job_id": ("train_model", "paceline train"),
-    "report_digest": ("evaluate_model", "paceline evaluate"),
+    "url": (("build_snapshot",), "paceline snapshot"),
+    "training_digest": (("train_model",), "paceline train"),
+    "job_id": (("train_model",), "paceline train"),
+    "report_digest": (("evaluate_model", "train_model", "submit_job"), "paceline evaluate"),
 }
 
 
@@ -212,12 +212,12 @@ def _installation(runtime: Runtime) -> str:
 
 
 def remember(runtime: Runtime, flow: str, answer: Mapping[str, Any]) -> None:
-    """Keep what ``module.function`` made on the installation, for `last` in later commands.
+    """Keep what the flow ``module.function``, or a call, made there, for `last` in later commands.
 
     A home that cannot be written keeps nothing: the command has done its work.
     """
     made = flow.rpartition(".")[2]
-    fields = [field for field, (maker, _) in _LAST_OF.items() if maker == made]
+    fields = [field for field, (makers, _) in _LAST_OF.items() if made in makers]
     kept = {field: str(answer[field]) for field in fields if answer.get(field)}
     if not kept:
         return
@@ -233,7 +233,7 @@ def remember(runtime: Runtime, flow: str, answer: Mapping[str, Any]) -> None:
 def or_last(given: str, field: str, state: Path | None) -> str:
     """Return ``given``; of `last` the ``field`` of what this user's commands made last there.
 
-    Raises InvalidInput where they have made nothing yet.
+    Raises NotFound where they have made nothing yet.
     """
     if given != LAST:
         return given
@@ -241,7 +241,7 @@ def or_last(given: str, field: str, state: Path | None) -> str:
     place = _installation(find_installation(state))
     if not (found := known.get(place, {}).get(field)):
         command = _LAST_OF[field][1]
-        raise InvalidInput(
+        raise NotFound(
             "this user has made none here yet",
             got=LAST,
             wanted=f"what `{command}` of this user made last in {place}",

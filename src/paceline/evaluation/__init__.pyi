@@ -1,7 +1,5 @@
 from .baselines import COMPRESSORS as COMPRESSORS, compressed_bits as compressed_bits
 from .card import (
-    CARD_FILE as CARD_FILE,
-    MAX_CARD_BYTES as MAX_CARD_BYTES,
     model_card as model_card,
 )
 from .gate import EXAM as EXAM, EXCEPTED as EXCEPTED, LINEAGE as LINEAGE, decide as decide

@@ -22,7 +22,7 @@ from paceline.config import (
     TrainingSettings,
     with_job_settings,
 )
-from paceline.errors import InvalidInput, PacelineError, short_repr
+from paceline.errors import InvalidInput, PacelineError, SourceMissing, short_repr
 from paceline.jobs.collectives import GB
 from paceline.jobs.cost import estimate, held_energy, held_price, named_kind
 from paceline.jobs.step_model import StepModel
@@ -90,7 +90,7 @@ class DescribedModel:
         """Return the model in a directory or of a config.json, or one of ours with so many
         parameters ("7B"), ``vocabulary`` tokens and the default context.
 
-        Raises InvalidInput for what is none of these, and for families of unknown sizes.
+        Raises SourceMissing for what is none of these, InvalidInput for families of unknown sizes.
         """
         path = Path(given)
         path = path / CONFIG_FILE if path.is_dir() else path
@@ -98,7 +98,7 @@ class DescribedModel:
             return cls.of(read_json(path), str(given), path)
         counted = COUNT.fullmatch(str(given))
         if not counted:
-            raise InvalidInput(
+            raise SourceMissing(
                 "no model here",
                 got=short_repr(str(given)),
                 wanted="a model's directory, its config.json, or a number of parameters: 7B",

@@ -7,6 +7,12 @@ from .adapters import (
     without_adapters as without_adapters,
 )
 from .attention import exclude_from_compilation as exclude_from_compilation
+from .card import (
+    CARD_FILE as CARD_FILE,
+    MAX_CARD_BYTES as MAX_CARD_BYTES,
+    card_text as card_text,
+    read_card as read_card,
+)
 from .config import (
     BY_LENGTH as BY_LENGTH,
     SEPARATOR_BYTE as SEPARATOR_BYTE,

@@ -158,6 +158,8 @@ class ApprovalList(Record):
     """The promotions that wait for a person."""
 
     approvals: tuple[ApprovalRequest, ...]
+    # run → names of the tokens that submitted it; none: the installation itself
+    submitters: dict[str, tuple[Text, ...]] = Field(default={}, exclude_if=is_empty)
 
 
 class DecidePromotion(Record):

@@ -202,10 +202,12 @@ class TrainResult(Record):
 
 
 class Trained(TrainResult):
-    """A training result and the digest under which the installation recorded it."""
+    """A training result and the digest under which the installation recorded it, and that of its
+    evaluation where the flow has judged it."""
 
     status: Literal["complete"] = "complete"
     training_digest: Sha256 | None = Field(default=None, exclude_if=is_none)
+    report_digest: Sha256 | None = Field(default=None, exclude_if=is_none)
 
 
 class TrainingData(Record):

@@ -72,7 +72,7 @@ from paceline.training.launcher import (
     require_memory,
     run_job,
 )
-from paceline.training.loop import require_model, require_pretrained
+from paceline.training.loop import BASE_CARD, require_model, require_pretrained
 from paceline.training.parallel import MeshSpec, replicas_of, require_layout, require_planned
 
 if TYPE_CHECKING:
@@ -406,7 +406,11 @@ def _base(
 ) -> str:
     """Write the base model into the node's store; return its manifest digest."""
     from paceline.manifest import build_manifest, write_manifest
+    from paceline.models import CARD_FILE, read_card
 
+    # not beside the weights: the job's id follows from the manifest of these
+    card = read_card(asked.model / CARD_FILE) if asked.model else ""
+    (runtime.state_dir / BASE_CARD).write_text(card)
     if asked.profile.training.code_ref:
         return digest_of({"code_ref": asked.profile.training.code_ref})
     directory = runtime.node_dir(WORKER) / "store" / "models" / MODEL / VERSION

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from paceline.cli.commands import Sections
+from paceline.cli.commands import ExistingPath, Sections
 from paceline.cli.options import (
     evaluate_on_option,
     evaluate_option,
@@ -105,7 +105,7 @@ SECTIONS = {
 )
 @click.option(
     "--text",
-    type=click.Path(path_type=Path, exists=True),
+    type=ExistingPath(path_type=Path),
     default=None,
     help="The directory to learn from: text, or what --set data.format=jsonl, parquet or tar "
     "says. Default: Python's standard library.",

@@ -25,6 +25,7 @@ from paceline.cli.options import (
     or_last,
     project_option,
     purpose_option,
+    remember,
     show,
     show_table,
     state_option,
@@ -119,7 +120,8 @@ def submit(
     if steps is not None:
         parameters["training.steps"] = steps
     fields = given | ({"team": team} if team else {})
-    client = _client(state)
+    runtime = find_installation(state)
+    client = CoordinatorClient.of(runtime)
     fields["continue_from"] = whole_training_id(client, fields["continue_from"])
     spec = job_spec(
         {
@@ -132,6 +134,8 @@ def submit(
         }
     )
     made = client.submit_job(spec, idempotency_key)
+    if spec.evaluate_on:  # its run's report, once it has one
+        remember(runtime, "submit_job", {"report_digest": made.job.run_id})
     if (guess := made.estimate) is not None:
         figures = (
             (guess.hours, "hours"), (guess.energy_kwh, "kWh"), (guess.price, guess.currency),

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from paceline.config import Profile, with_job_settings
-from paceline.errors import InvalidInput, InvalidProfile, short_repr
+from paceline.errors import InvalidInput, InvalidProfile, SourceMissing, short_repr
 from paceline.schemas import ModelId, Name, Record, Resources, Team, Text
 
 MAX_BYTES = 64 * 1024
@@ -162,7 +162,8 @@ class _File(Record):
 
 
 def read_space(path: Path) -> dict[str, Dimension]:
-    """Return the search space of a TOML file; raises InvalidInput with the key that is wrong."""
+    """Return the search space of a TOML file; raises SourceMissing where there is none, and
+    InvalidInput with the key that is wrong."""
     try:
         with path.open("rb") as file:
             raw = tomllib.loads(file.read(MAX_BYTES).decode())
@@ -170,8 +171,9 @@ def read_space(path: Path) -> dict[str, Dimension]:
     except ValidationError as error:
         raise _refused(error, "not a search space", f"{path} ") from error
     except (OSError, ValueError) as error:
-        raise InvalidInput("the search space cannot be read", got=error, wanted=WANTED, where=path,
-                           do=DO) from error  # fmt: skip
+        kind = SourceMissing if isinstance(error, FileNotFoundError) else InvalidInput
+        raise kind("the search space cannot be read", got=error, wanted=WANTED, where=path,
+                   do=DO) from error  # fmt: skip
 
 
 def _refused(error: ValidationError, what: str, where: str) -> InvalidInput:

@@ -108,22 +108,24 @@ export const may = (...scopes) =>
 export const mayOnJob = job => may("train", "deploy") &&
   ["team", "project"].every(each => [undefined, job.spec[each]].includes(session.who["token_" + each]));
 
-export function action(label, what, consequence, path, method = "POST", body = undefined) {
-  // A button that asks first, in a dialog that says what follows.
+export function action(label, what, consequence, path, method = "POST", body = undefined, reasoned = false) {
+  // A button that asks first, in a dialog that says what follows, and for a reason where the call takes one.
   const button = el("button", "act", label);
   button.type = "button";
   button.dataset.key = label + path + method;
   button.onclick = () => {
-    const sure = $("sure"), yes = $("sure-yes");
+    const sure = $("sure"), yes = $("sure-yes"), reason = $("sure-reason");
     $("sure-what").textContent = what;
     $("sure-why").textContent = consequence;
     $("sure-error").hidden = true;
+    reason.value = "";
+    reason.parentElement.hidden = !reasoned;
     yes.textContent = label;
     yes.disabled = false;
     yes.onclick = async () => {
       yes.disabled = true;
       try {
-        await api(path, method, body);
+        await api(path, method, reasoned ? {...body, reason: reason.value.trim()} : body);
         sure.close();
         window.dispatchEvent(new Event("acted"));
       } catch (error) {

@@ -1,6 +1,7 @@
 // The fleet page: login, the coordinator's stream, and which view is shown. The items of the stream are
 // described in docs/schemas/event-stream.json; `paceline watch` reads the same ones.
 import {$, FINAL, api, bytes, el, fill, fleet, link, rate, session} from "./common.js";
+import {pollApproval, pollApprovals} from "./approvals.js";
 import {choose, drawDeployments} from "./deployments.js";
 import {drawEvents, keep} from "./events.js";
 import {pollJob, pollJobs} from "./jobs.js";
@@ -14,6 +15,8 @@ const VIEWS = { // what a view draws of the stream, and what it asks for by itse
   worker: {draw: id => drawWorker(id), poll: pollWorker},
   jobs: {poll: pollJobs},
   job: {poll: pollJob},
+  approvals: {poll: pollApprovals},
+  approval: {poll: pollApproval},
 };
 let view = "overview", subject = "", running = false, heard = null, dirty = false, drawnAt = 0, pressed = false, asking = false;
 
@@ -124,7 +127,7 @@ function show() {
     asked.delete("token"); // out of the address bar and the history
     history.replaceState(null, "", location.pathname + (asked.size ? "#" + asked : ""));
   }
-  const one = ["worker", "job"].find(name => asked.get(name));
+  const one = ["worker", "job", "approval"].find(name => asked.get(name));
   view = one || (Object.hasOwn(VIEWS, asked.get("view")) ? asked.get("view") : "overview");
   subject = one ? asked.get(one) : "";
   if (asked.get("deployment")) choose(asked.get("deployment"));
@@ -133,6 +136,7 @@ function show() {
     const leads = each.hash === "#view=" + view || one && each.hash === "#view=" + one + "s";
     if (leads) each.setAttribute("aria-current", "page"); else each.removeAttribute("aria-current");
   }
+  $("approval").replaceChildren(); // no buttons of another one
   if (view === "job") for (const id of ["job-head", "job-more", "job-log"]) $(id).replaceChildren();
   if (session.who) { draw(); poll.busy = false; poll(); }
 }

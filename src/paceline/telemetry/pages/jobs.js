@@ -135,7 +135,7 @@ function actions(job, path) {
       "The job ends for good. Its checkpoints stay.", path + "/cancel"));
   }
   if (may("approve") && job.state === "needs_review") made.push(
-    action("Accept", "Accept " + name + "?", "The job counts as succeeded: " + job.reason + ".", path + "/review", "POST", {accepted: true}),
-    action("Reject", "Reject " + name + "?", "The job counts as failed.", path + "/review", "POST", {accepted: false}));
+    action("Accept", "Accept " + name + "?", "The job counts as succeeded: " + job.reason + ".", path + "/review", "POST", {accepted: true}, true),
+    action("Reject", "Reject " + name + "?", "The job counts as failed.", path + "/review", "POST", {accepted: false}, true));
   return made;
 }

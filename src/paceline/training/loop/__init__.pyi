@@ -49,6 +49,7 @@ from .rank_process import (
     waits_for_peers as waits_for_peers,
 )
 from .rank_setup import (
+    BASE_CARD as BASE_CARD,
     checkpointer_of as checkpointer_of,
     device_of as device_of,
     evaluator_of as evaluator_of,

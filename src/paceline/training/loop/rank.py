@@ -229,7 +229,7 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
             return STOPPED_EXIT
 
         with events.phase("exporting"), average.applied():
-            exported = setup.export_model(its, state, place.rank)
+            exported = setup.export_model(its, state, place.rank, progress.step)
         if place.rank == 0:
             done = setup.result_of(
                 its,

@@ -23,6 +23,7 @@ from paceline.data import template_config, tokenizer_file
 from paceline.data.loading import tokens_seen
 from paceline.errors import InvalidInput, PacelineError, TrainingFailed
 from paceline.models import (
+    CARD_FILE,
     CONFIG_FILE,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
@@ -32,9 +33,11 @@ from paceline.models import (
     Transformer,
     UserCodeConfig,
     base_name,
+    card_text,
     exported,
     merge_adapters,
     not_finite,
+    read_card,
     set_magnitudes,
     weights_digest,
     without_adapters,
@@ -67,6 +70,7 @@ from paceline.training.parallel import Mesh, Parallel, parallelise
 from paceline.training.user_code import task_of
 
 ADAPTER = "adapter"  # directory beside the export
+BASE_CARD = "base-README.md"  # in the state directory of a training on one machine; may be empty
 TRACE_REQUEST = "trace"  # file in the state directory; touching it profiles the next step
 
 
@@ -320,9 +324,9 @@ def save_last(saver: Any, progress: Progress, position: dict[str, Any], events: 
     return 0
 
 
-def export_model(its: RankContext, state: TrainState, rank: int) -> dict[str, Any]:
-    """Export and upload the whole model (a collective call); return URL and digest on rank 0, {}
-    elsewhere."""
+def export_model(its: RankContext, state: TrainState, rank: int, steps: int) -> dict[str, Any]:
+    """Export and upload the whole model with its card (a collective call); return URL and digest
+    on rank 0, {} elsewhere."""
     directory = its.work_dir / "export"
     shutil.rmtree(directory, ignore_errors=True)
     named = its.job.settings.export_dtype
@@ -343,11 +347,44 @@ def export_model(its: RankContext, state: TrainState, rank: int) -> dict[str, An
     if its.job.settings.export_program:
         program = {"program": write_program(directory).model_dump()}
     url = join_url(its.job.checkpoint_url, its.job.job_id, "export")
+    digest = weights_digest(directory)
+    write_durably(directory / CARD_FILE, _card(its, steps, digest).encode(), 0o666)
     for path in sorted(directory.iterdir()):
         its.store.upload_file(path, join_url(url, path.name))
-    digest = weights_digest(directory)
     shutil.rmtree(directory, ignore_errors=True)
     return {"export_url": url, "weights_digest": digest, **program}
+
+
+def _card(its: RankContext, steps: int, digest: str) -> str:
+    """Return the card of the export; it does not follow from the layout of the ranks."""
+    from paceline.manifest import directory_name
+
+    job, code_ref = its.job, its.job.settings.code_ref
+    beside = its.runtime.state_dir / BASE_CARD
+    is_alone = beside.exists()  # then the base has no name
+    base = f"manifest `{job.manifest_digest}`"
+    held = its.node / "store/models" / directory_name(job.model_id) / job.version
+    rows = {
+        "model": f"`{code_ref}`",
+        "base model": base if is_alone else f"{job.model_id} {job.version}, {base}",
+        "data": f"snapshot `{job.snapshot_digest}`",
+        "job": f"`{job.job_id}`, {steps} steps",
+        "configuration": f"`{its.config_digest}`",
+        "code": f"`{code_version()}`",
+        "weights": f"`{digest}`",
+    }
+    del rows["base model" if code_ref else "model"]
+    where = ("OUTPUT", "With the directory that was its `--output`:")
+    title = f"{job.model_id}, trained from version {job.version}"
+    return card_text(
+        "Trained on one machine" if is_alone else title,
+        rows,
+        ["Not judged."],
+        *(where if is_alone else (job.job_id,)),
+        base_card=read_card(held / CARD_FILE, beside),
+        base_model="" if is_alone else job.model_id,
+        is_pretrained=its.pretrained is not None,
+    )
 
 
 def _require_exportable(its: RankContext) -> None:

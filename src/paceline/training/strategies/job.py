@@ -336,7 +336,7 @@ class _ServingRank:
                 progress.held_out = evaluation.run() or progress.held_out
                 self._save_last(saver, reporter)
             with events.phase("exporting"):
-                model = export_model(its, self._state, 0)
+                model = export_model(its, self._state, 0, progress.step)
             done = result_of(
                 its,
                 progress,

@@ -1,0 +1,66 @@
+"""A training that is judged ends with the digest of its report."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.errors import GateRefused
+from paceline.flows import train as train_flow
+from paceline.schemas import Trained
+from tests.evaluation.test_card import trained
+
+REPORT = "b" * 64
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the flow warns of; nothing is trained, and no server is there."""
+    found: list[str] = []
+    link = SimpleNamespace(hosts=(), user="", sweep=None, judged=lambda _: None)
+    profile = SimpleNamespace(cluster=SimpleNamespace(per_job=False))
+    runtime = SimpleNamespace(profile=profile)
+    run = SimpleNamespace(runtime=runtime, warn=found.append, manifest=lambda *_: None)
+    made = Trained(**trained().model_dump(), training_digest="a" * 64)
+    agents = SimpleNamespace(submit=lambda *_: SimpleNamespace(result=list))
+    passed: dict[str, Any] = {
+        "Run": SimpleNamespace(open=lambda *_: run),
+        "recorded": lambda *_: contextlib.nullcontext(),
+        "linked": lambda *_: contextlib.nullcontext(link),
+        "distribute": SimpleNamespace(fetch_model_manifest=lambda *_: None, start_agents=agents),
+        "sealed": SimpleNamespace(refer=lambda *_: None),
+        "train": lambda *_, **__: made,
+    }
+    absent = ("permitted_snapshot", "require_own_expectations", "profile_of", "exporting",
+              "published_url", "require_judgeable", "require_one_process", "require_base", "nest",
+              "validate_data", "with_job_settings")  # fmt: skip
+    for name, given in (dict.fromkeys(absent, lambda *_: None) | passed).items():
+        monkeypatch.setattr(train_flow, name, given)
+    return found
+
+
+def test_its_answer_names_the_report(notes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def judge(*_: Any) -> Any:
+        return SimpleNamespace(report_digest=REPORT)
+
+    monkeypatch.setattr(train_flow, "judge", judge)
+    asked = ("m", "1", "s3://b/d")
+    answer = train_flow.train_model.fn(*asked, evaluate_on="s3://b/d")
+    assert (answer.training_digest, answer.report_digest) == ("a" * 64, REPORT)
+    assert train_flow.train_model.fn(*asked).report_digest is None
+    assert notes == []
+
+
+def test_one_that_cannot_be_judged_names_none_and_says_why(
+    notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def judge(*_: Any) -> Any:
+        raise GateRefused("no reason")
+
+    monkeypatch.setattr(train_flow, "judge", judge)
+    answer = train_flow.train_model.fn("m", "1", "s3://b/d", evaluate_on="s3://b/d")
+    assert answer.report_digest is None
+    assert "is not judged: no reason" in notes[0]

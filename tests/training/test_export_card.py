@@ -1,0 +1,44 @@
+"""The export of a training says what it is: a card, the same for the same training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from paceline.models import CARD_FILE
+from tests.evaluation.test_card import BASE_CARD
+from tests.support.hugging_face import write_model
+from tests.training.test_cli_training import nothing_starts
+from tests.training.test_continuing import text, train
+
+__all__ = ["nothing_starts", "text"]  # fixtures
+
+
+def test_it_names_data_configuration_and_the_bases_licence(text: Path, tmp_path: Path) -> None:
+    model = write_model("llama", tmp_path / "model")
+    (model / CARD_FILE).write_text(BASE_CARD)
+    asked = ("--steps", "2", "--model", str(model))
+    cards = set()
+    for name in ("once", "again"):
+        made, _ = train(text, tmp_path / name, *asked)
+        cards.add(
+            (tmp_path / name / "checkpoints" / made["job_id"] / "export/README.md").read_text()
+        )
+    (card,) = cards
+    assert yaml.safe_load(card.split("---\n")[1]) == {
+        "library_name": "transformers",
+        "license": "other",
+        "license_name": "acme-terms",
+        "pipeline_tag": "text-generation",
+        "tags": ["paceline"],
+    }
+    for said in ("Licence: acme-terms.", f"`{made['job_id']}`, 2 steps", "\nNot judged.\n",
+                 f"snapshot `{made['snapshot_digest']}`", f"`{made['config_digest']}`",
+                 f"`{made['weights_digest']}`", "\npaceline reproduce OUTPUT\n"):  # fmt: skip
+        assert said in card, card
+    (model / CARD_FILE).unlink()
+    other, _ = train(text, tmp_path / "bare", *asked)
+    assert other["job_id"] == made["job_id"], "a card of the base is none of its weights"
+    bare = (tmp_path / "bare/checkpoints" / made["job_id"] / "export/README.md").read_text()
+    assert "Licence: that of the base model, whose card names none." in bare
