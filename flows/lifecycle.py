@@ -59,7 +59,7 @@ def run_lifecycle(
         inputs = prepare_inputs(data, model, **owner, **here)
         base_url = published_url(run, inputs.model_id, inputs.version)
         named = inputs.model_id, inputs.version
-        asked, profile = profile, exporting(run, profile, settings or {}, *named, promotes=True)
+        asked, profile = profile, exporting(run, profile, settings or {}, *named)
         settings = (settings or {}) | export_changes(run, asked, profile)
         require_judgeable(run, profile, inputs.snapshot_url, base_url)
         require_one_process(run, run.manifest(base_url))

@@ -227,19 +227,13 @@ def profile_of(
 
 
 def exporting(
-    run: Run,
-    profile: Profile,
-    own: Collection[str],
-    model_id: str,
-    version: str,
-    *,
-    promotes: bool = False,
+    run: Run, profile: Profile, own: Collection[str], model_id: str, version: str
 ) -> Profile:
     """Return ``profile`` with the export that the model's policy asks for; raises as
     ``settings_for``, whose ``given`` is ``own``."""
     policy = run.runtime.profile.gate.policy(model_id)
     facts = base_facts(published_url(run, model_id, version), run.store)
-    training = settings_for(profile.training, policy, own, facts, promotes=promotes)
+    training = settings_for(profile.training, policy, own, facts)
     return profile.model_copy(update={"training": training})
 
 

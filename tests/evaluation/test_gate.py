@@ -13,7 +13,12 @@ from paceline.schemas import EvaluationReport, Interval, ModelScore
 from tests.evaluation.reports import LINEAGE, interval, passing, transformer
 
 BASELINES = ("ngram", "gzip", "xz")
-SETTINGS = GateSettings(max_bits_per_byte=3.0, except_baselines=BASELINES)
+SETTINGS = GateSettings(
+    max_bits_per_byte=3.0,
+    except_baselines=BASELINES,
+    max_latency_ms=1000.0,
+    max_model_bytes=2_000_000_000,
+)
 
 
 def refusals(
@@ -33,6 +38,12 @@ def refusals(
 def without(report: EvaluationReport, name: str) -> EvaluationReport:
     kept = tuple(each for each in report.scores if each.name != name)
     return report.model_copy(update={"scores": kept})
+
+
+def test_by_default_a_model_may_have_any_size_and_latency() -> None:
+    its = GateSettings(max_bits_per_byte=3.0, except_baselines=BASELINES)
+    large = passing(latency_ms=90_000.0, model_bytes=140_000_000_000)
+    assert refusals(large, settings=its) == []
 
 
 def test_a_better_and_traceable_candidate_passes() -> None:

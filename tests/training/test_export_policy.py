@@ -31,10 +31,10 @@ PROGRAM = ("safetensors", "torch.export")
 
 
 def settled(
-    policy: dict[str, Any], *, given: tuple[str, ...] = (), promotes: bool = False, **training: Any
+    policy: dict[str, Any], *, given: tuple[str, ...] = (), **training: Any
 ) -> tuple[str, bool]:
     own = TrainingSettings(**training)
-    found = settings_for(own, Policy(**policy), given, BASE, promotes=promotes)
+    found = settings_for(own, Policy(**policy), given, BASE)
     return found.export_dtype, found.export_program
 
 
@@ -45,7 +45,6 @@ def test_what_is_unset_follows_from_the_policy() -> None:
     assert settled({"dtypes": ("float32", "float16")}) == ("base", False)
     assert settled({"max_model_bytes": 2_500_000_000}) == ("bfloat16", False)
     assert settled({"dtypes": ("bfloat16",)}, export_dtype="bfloat16") == ("bfloat16", False)
-    assert settled({}, promotes=True) == ("bfloat16", False), "in float32 it has 4 GB of 2 allowed"
 
 
 @pytest.mark.parametrize(
@@ -85,15 +84,13 @@ def test_a_policy_may_name_the_dtypes_of_user_code() -> None:
     policy = Policy(dtypes=("bfloat16, float32",), max_model_bytes=1000)
     base = BaseFacts("float32", 10_000, 64)
     with pytest.raises(InvalidInput, match="policy would refuse"):
-        settings_for(TrainingSettings(), policy, (), base, promotes=True)
+        settings_for(TrainingSettings(), policy, (), base)
 
 
-def test_what_need_not_be_promoted_is_not_held_to_the_default_size() -> None:
-    big = BaseFacts("bfloat16", 7_000_000_000, 64)
+def test_without_a_policy_of_its_own_a_model_may_have_any_size() -> None:
+    big = BaseFacts("bfloat16", 70_000_000_000, 64)
     training = TrainingSettings()
-    assert settings_for(training, Policy(), (), big, promotes=False) == training
-    with pytest.raises(InvalidInput, match="max_model_bytes"):
-        settings_for(training, Policy(), (), big, promotes=True)
+    assert settings_for(training, Policy(), (), big) == training
 
 
 def test_the_facts_are_in_the_bases_headers(tmp_path: Path) -> None:

@@ -341,10 +341,12 @@ class Policy(Settings):
     min_token_accuracy: float | None = Field(default=None, ge=0, le=1)
     # expected difference between certainty and accuracy; None: no limit
     max_calibration_error: float | None = Field(default=None, gt=0, le=1)
-    max_model_bytes: int = Field(default=2_000_000_000, gt=0)  # of all files of the export
+    # of all files of the export; None: no limit
+    max_model_bytes: int | None = Field(default=None, gt=0)
     # Of one row of the context's length, on the node that judges: a forward pass, one more token,
     # and the whole process's peak.
-    max_latency_ms: float = Field(default=1000.0, gt=0)
+    # of the forward pass; None: no limit
+    max_latency_ms: float | None = Field(default=None, gt=0)
     # of each token after the first; None: no limit
     max_latency_ms_per_token: float | None = Field(default=None, gt=0)
     # peak of the whole process; None: no limit

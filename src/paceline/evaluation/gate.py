@@ -151,12 +151,12 @@ def _limits(
     if "torch.export" in policy.formats:
         yield _traceable(PROGRAM, lineage.get(PROGRAM))
     yield _one_of("weights dtype", facts.dtype, policy.dtypes)
-    yield _at_most("model bytes", facts.model_bytes, policy.max_model_bytes)
-    yield _at_most("latency in ms", facts.latency_ms, policy.max_latency_ms)
     token_ms = serving.decode_ms_per_token if serving else None
     peak_bytes = serving.peak_memory_bytes if serving else None
     throughput = serving.tokens_per_second if serving else None
     for check, name, value, bound in (
+        (_at_most, "model bytes", facts.model_bytes, policy.max_model_bytes),
+        (_at_most, "latency in ms", facts.latency_ms, policy.max_latency_ms),
         (_at_most, "parameters", facts.parameters, policy.max_parameters),
         (_at_least, "context", facts.context, policy.min_context),
         (_judged_at_least, "longest row scored", facts.judged_context, policy.min_context),

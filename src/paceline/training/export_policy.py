@@ -60,14 +60,11 @@ def settings_for(
     policy: Policy,
     given: Collection[str],
     base: BaseFacts | None,
-    *,
-    promotes: bool,
 ) -> TrainingSettings:
     """Return ``training`` with the export that ``policy`` asks for, where it names none; ``given``
     are the keys that the training's submitter named. ``base``: None where that is not known.
 
-    Raises InvalidInput where the gate would refuse whatever this training exports; by the default
-    of ``max_model_bytes`` only where the training ``promotes`` it.
+    Raises InvalidInput where the gate would refuse whatever this training exports.
     """
     changes: dict[str, object] = {}
     if "torch.export" in policy.formats and not training.export_program:
@@ -80,8 +77,7 @@ def settings_for(
     is_base = training.export_dtype == "base"
     asked = training.export_dtype if not is_base else base.dtype if base else ""
     parameters = base.parameters if base else 0
-    bounded = promotes or policy.max_model_bytes != Policy().max_model_bytes
-    most = policy.max_model_bytes if bounded else None
+    most = policy.max_model_bytes
 
     def is_small(dtype: str) -> bool:
         return most is None or parameters * BYTES[dtype] <= most
