@@ -85,6 +85,19 @@ def test_a_source_without_text_says_so(
         build_snapshot(str(tmp_path / "empty"), url, settings, store)
 
 
+def test_without_a_budget_all_of_ones_own_text_is_taken(
+    url: str, store: ObjectStore, tmp_path: Path
+) -> None:
+    (tmp_path / "texts").mkdir()
+    for number in range(18):
+        text = "\n".join(f"line {line} of text {number}" for line in range(45_000))
+        (tmp_path / "texts" / f"{number}.txt").write_text(text)
+    built = build_snapshot(str(tmp_path / "texts"), url, DataSettings(purpose="tests"), store)
+    size = sum(each.stat().st_size for each in (tmp_path / "texts").iterdir())
+    assert built.record.total_bytes == size > 16 * 1024 * 1024
+    assert (built.record.documents, built.record.cut_at_bytes) == (18, None)
+
+
 def test_the_standard_library_fills_the_byte_budget(
     url: str, settings: DataSettings, store: ObjectStore, tmp_path: Path
 ) -> None:

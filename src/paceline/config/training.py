@@ -39,8 +39,9 @@ class DataSettings(Settings):
     # or a tokenizer.json; beside it lies the chat template that renders conversations
     tokenizer: str = "bytes"
     max_tokens: int = Field(default=0, ge=0)  # longer conversations are left out; 0: no limit
-    # of text that a snapshot takes; the rest of the source is left out
-    max_bytes: int = Field(default=16 * MIB, ge=1024)
+    # of text that a snapshot takes; the rest of the source is left out; None: all, and of the
+    # standard library 16 MiB
+    max_bytes: int | None = Field(default=None, ge=1024)
     shard_bytes: int = Field(default=1 * MIB, ge=1024)  # of one shard, before it is compressed
     # of samples that no training reads: evaluations judge on them
     held_out_share: float = Field(default=0.1, gt=0, lt=1)

@@ -99,6 +99,7 @@ class SnapshotBuilder:
     """
 
     settings: DataSettings
+    most_bytes: int
     tokenizer: Tokenizer
     template: ChatTemplate
     catalog: Catalog
@@ -120,7 +121,7 @@ class SnapshotBuilder:
 
     def take(self, found: Iterable[Sample | UnusableSample]) -> None:
         """Write every sample of ``found`` that is new and within the budget."""
-        expected_bytes = max(min(self.catalog.total_bytes, self.settings.max_bytes), 1)
+        expected_bytes = max(min(self.catalog.total_bytes, self.most_bytes), 1)
         for batch in _batches(self._chosen(found)):
             texts = [each.text or b"" if each.tokens is None else b"" for each in batch]
             for sample, tokens in zip(batch, self.tokenizer.encode(texts), strict=True):
@@ -168,14 +169,14 @@ class SnapshotBuilder:
             vocabulary=self.tokenizer.vocabulary,
             columns=self.columns or (),
             token_count=sum(each.tokens for each in shards),
-            cut_at_bytes=settings.max_bytes if self.is_cut else None,
+            cut_at_bytes=self.most_bytes if self.is_cut else None,
             template_sha256=self.template.digest if is_masked and self.template.is_used else None,
             longest_tokens=self._longest if is_masked else None,
         )
 
     def _chosen(self, found: Iterable[Sample | UnusableSample]) -> Iterator[Sample]:
         """Yield the samples to keep: new, of one schema, within the budget."""
-        left = self.settings.max_bytes
+        left = self.most_bytes
         misfits = 0
         for sample in self._of_one_schema(map(self._joined, found)):
             if isinstance(sample, UnusableSample):
@@ -390,9 +391,8 @@ def build_snapshot(
     """Build the snapshot of ``source`` below the data URL ``url`` and return it.
 
     ``source``: see ``source.open_source``; ``url``: ``s3://…`` or ``file:///…``. Existing objects
-    are not uploaded again. ``on_progress`` is called after each batch of samples. Raises
-    SourceMissing, InvalidInput for a source without two usable samples, for two samples of one
-    key, and for a sample without the required features.
+    are not uploaded again. ``on_progress`` is called after each batch. Raises SourceMissing, or
+    InvalidInput without two usable samples, for two of one key, or without a required feature.
     """
     opened = open_source(source, settings)
     tokenizer = _tokenizer(settings.tokenizer, store)
@@ -414,6 +414,7 @@ def build_snapshot(
         def one_pass(moved: str | None) -> SnapshotBuilder:
             building = SnapshotBuilder(
                 settings,
+                settings.max_bytes or opened.most_bytes,
                 tokenizer,
                 template,
                 catalog,
@@ -482,7 +483,7 @@ def _require_usable(built: SnapshotBuilder, other: int, where: str, settings: Da
 
 def _too_little(built: SnapshotBuilder, where: str, settings: DataSettings) -> InvalidInput:
     if built.is_cut:
-        do = "Raise data.max_bytes."
+        do = f"Raise data.max_bytes, {built.most_bytes}."
     elif TOO_LONG in built.skipped.summary:
         do = "Raise data.max_tokens, or model.context where that is not set; or shorten them."
     else:
@@ -493,7 +494,7 @@ def _too_little(built: SnapshotBuilder, where: str, settings: DataSettings) -> I
         f"{what} for a training and a held-out split",
         got=f"{built.samples} usable sample(s), {built.skipped.count} skipped"
         + (f" ({built.skipped.summary})" if built.skipped.count else ""),
-        wanted=f"at least 2 different ones within {settings.max_bytes} bytes",
+        wanted="at least 2 different ones",
         where=where,
         do=do,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import sys
 import sysconfig
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,7 @@ from paceline.errors import InvalidInput, SourceMissing
 from paceline.storage import ObjectStore, join_url
 
 STDLIB = "stdlib"
+STDLIB_BYTES = 16 * 1024 * 1024
 FETCHED_AHEAD = 4  # files of a bucket on the scratch disk, at most
 _SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "__pycache__", "node_modules"}
 
@@ -44,6 +46,7 @@ class Source:
     where: str  # a directory, or s3://bucket/prefix
     only: str | None = None  # only this file of the directory
     suffixes: tuple[str, ...] = ("",)
+    most_bytes: int = sys.maxsize  # that a snapshot takes where its settings do not say
 
     @property
     def is_remote(self) -> bool:
@@ -64,7 +67,8 @@ def open_source(source: str, settings: DataSettings) -> Source:
                 wanted="'text'",
             )
         name = f"python-stdlib-{platform.python_version()}"
-        return Source(name, sysconfig.get_path("stdlib"), suffixes=(".py",))
+        where = sysconfig.get_path("stdlib")
+        return Source(name, where, suffixes=(".py",), most_bytes=STDLIB_BYTES)
     if source.startswith("s3://"):
         return Source("objects", source.rstrip("/"), suffixes=suffixes)
     path = Path(source)
