@@ -19,6 +19,7 @@ from typing import Any
 from prefect.runtime import flow_run
 
 from paceline.errors import Cancelled, Conflict, PacelineError
+from paceline.jobs import POINTS
 from paceline.schemas import (
     AdoptJob,
     Evaluated,
@@ -27,6 +28,7 @@ from paceline.schemas import (
     JobRank,
     JobReport,
     JobState,
+    Moved,
     RankEvent,
     SubmitJob,
     Trained,
@@ -38,7 +40,8 @@ from paceline.tasks._support.run import Run
 logger = logging.getLogger(__name__)
 
 REPORT_S = 5.0
-NEWS_S = 1.0  # between two reports where ranks start, fail or go on again
+# between two reports where ranks start, fail or go on again, or a trial comes to another point
+NEWS_S = 1.0
 WAIT_S = 2.0
 RESERVED_S = 60.0  # for the queue to record which flow run it started
 SHOWN_RANKS = 4096
@@ -105,7 +108,7 @@ class JobLink:
         self.on_admission: Callable[[], object] = lambda: None  # before a node is busy
         self._flow_run_id = str(flow_run.get_id() or "")
         self._lock = threading.Lock()
-        self._facts: dict[str, Any] = {}
+        self._facts: dict[str, Any] = {"read_bytes": 0, "written_bytes": 0}
         self._times = StepTimes()
         self._ranks: dict[int, JobRank] = {}
         self._failures: dict[str, Counter[str]] = defaultdict(Counter)  # host → kind → times
@@ -160,6 +163,7 @@ class JobLink:
                     self._times, self._ranks = StepTimes(), {}
                     for name in ("waits", "attempt", "step", "steps", "metrics"):
                         self._facts.pop(name, None)
+                    self._facts |= {"read_bytes": 0, "written_bytes": 0}
                 self.preempted.clear()
                 return job.placement
             if job is not None and (job.state.is_final or job.wanted == "cancel"):
@@ -236,13 +240,19 @@ class JobLink:
                     for key, value in event.data.items()
                     if isinstance(value, int | float) and not isinstance(value, bool)
                 }
+                before = self._facts.get("step", 0) * POINTS // (steps or 1)
+                if self.sweep and event.step * POINTS // (steps or 1) > before:
+                    self._news.set()  # where its sweep may prune it
                 self._facts |= {"step": event.step, "steps": steps, "metrics": figures}
             if event.event == "checkpoint" and "url" in event.data:
                 metrics = self._facts.get("metrics", {})
                 loss = {"loss": metrics["loss"]} if "loss" in metrics else {}
+                written = int(str(event.data.get("bytes", 0)))
                 made = JobCheckpoint(
-                    step=event.step, object_ref=str(event.data["url"]), metrics=loss, created_at=now
-                )
+                    step=event.step, object_ref=str(event.data["url"]), metrics=loss,
+                    created_at=now, bytes=written,
+                )  # fmt: skip
+                self._facts["written_bytes"] += written
                 self._checkpoints = [*self._checkpoints, made][-8:]
 
     def _take_loss(self, host: str, kind: str) -> None:
@@ -254,6 +264,11 @@ class JobLink:
                 if each.state in ("starting", "running"):
                     self._ranks[number] = each.model_copy(update={"state": "ended"})
         self._news.set()
+
+    def relayed(self, moved: Moved) -> None:
+        """Take in what a relay to the job's hosts read from the object store."""
+        with self._lock:
+            self._facts["read_bytes"] += 0 if moved.reused_result else moved.origin_bytes
 
     def shown(self, name: str, page: str) -> None:
         """Take in where a part of the job can be looked at."""

@@ -8,7 +8,9 @@ from .admission import (
 )
 from .collectives import RankGroup as RankGroup
 from .cost import (
+    HOUR_S as HOUR_S,
     By as By,
+    compared as compared,
     cost_of as cost_of,
     cost_row as cost_row,
     day_of as day_of,
@@ -62,6 +64,7 @@ from .states import NEXT as NEXT, changed as changed, require_open as require_op
 from .step_model import StepModel as StepModel
 from .sweeps import (
     COLUMNS as COLUMNS,
+    POINTS as POINTS,
     Search as Search,
     Sweep as Sweep,
     page_of as page_of,
@@ -77,5 +80,5 @@ from .usage import (
     budget_reason as budget_reason,
     flow_runs as flow_runs,
     recorded as recorded,
-    spent as spent,
+    used as used,
 )

@@ -7,10 +7,10 @@ are in the stored record, so the next leader counts the same seconds. Pure funct
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from paceline.config import PriceSettings
-from paceline.jobs.cost import held_price, money
+from paceline.jobs.cost import HOUR_S, held_energy, held_price, money
 from paceline.jobs.placement import Host
 from paceline.schemas import (
     KEPT_USAGES,
@@ -55,6 +55,8 @@ def ended(job: TrainingJob, state: JobState, at: float, cause: LossCause) -> tup
         "steps": report.made_steps if report else 0,
         "began_step": report.began_step if report else None,
         "ended": state,
+        "read_bytes": report.read_bytes if report else None,
+        "written_bytes": report.written_bytes if report else None,
         "flow_run_id": job.flow_run_id or "",
     }
     return _with_unseen_steps((*earlier, last.model_copy(update=update)))
@@ -122,9 +124,15 @@ def _shortened(usages: tuple[JobUsage, ...]) -> tuple[JobUsage, ...]:
         "held_s": (first.held_s or 0.0) + (same[0].held_s or 0.0),
         "by_class": both,
         "steps": first.steps + same[0].steps,
+        "read_bytes": _added(first.read_bytes, same[0].read_bytes),
+        "written_bytes": _added(first.written_bytes, same[0].written_bytes),
         "began_step": first.began_step,
     }
     return tuple(each.model_copy(update=update) if each is same[0] else each for each in others)
+
+
+def _added(one: int | None, other: int | None) -> int | None:
+    return other if one is None else one + (other or 0)
 
 
 # -- costs
@@ -136,6 +144,9 @@ def attempts_of(job: TrainingJob, now: float) -> list[TrainingUsage]:
     for each in reversed(job.usage):
         held_s = max(0.0, now - each.since) if each.held_s is None else each.held_s
         report = report_of(job) if each.held_s is None else None
+        moved = report or each
+        # The checkpoints are the job's: an attempt goes on from those of the one before.
+        saved = job.report.checkpoints if job.report and each is job.usage[-1] else ()
         found.append(
             TrainingUsage(
                 run_id=job.run_id,
@@ -152,6 +163,10 @@ def attempts_of(job: TrainingJob, now: float) -> list[TrainingUsage]:
                 team=job.spec.team,
                 project=job.spec.project,
                 queue_s=each.queued_s,
+                egress_bytes=moved.read_bytes,
+                written_bytes=moved.written_bytes,
+                checkpoint_bytes=sum(one.bytes for one in saved) or None,
+                estimate=job.estimate if each is job.usage[-1] else None,
             )
         )
     return found
@@ -178,7 +193,9 @@ def recorded(
 def _finished(attempt: TrainingUsage, result: TrainingUsage) -> TrainingUsage:
     """Return ``result`` as the attempt's: the nodes were held before and after its process."""
     own = ("queued_job_id", "attempt", "state", "team", "project", "queue_s", "accelerators")
-    update = {name: getattr(attempt, name) for name in own}
+    update = {name: getattr(attempt, name) for name in (*own, "estimate", "written_bytes")}
+    if attempt.egress_bytes is not None:
+        update["egress_bytes"] = attempt.egress_bytes
     more = max(0.0, attempt.seconds - result.seconds)
     by_class = dict(result.by_class)
     if by_class:
@@ -187,16 +204,22 @@ def _finished(attempt: TrainingUsage, result: TrainingUsage) -> TrainingUsage:
     return result.model_copy(update=update)
 
 
-def spent(job: TrainingJob, prices: PriceSettings, now: float) -> float | None:
-    """Return what the job has cost so far; None where an accelerator that it held has no price."""
-    total = 0.0
-    for each in job.usage:
-        seconds = max(0.0, now - each.since) if each.held_s is None else each.held_s
-        price = held_price(each.accelerators, seconds, prices)
-        if price is None:
-            return None
-        total += price
-    return total
+def used(
+    job: TrainingJob, prices: PriceSettings, now: float
+) -> tuple[float, float | None, float | None]:
+    """Return the hours for which the job has held nodes so far, their kWh and what they cost; None
+    where an accelerator that it held has no watts, or no price."""
+    held = [
+        (each.accelerators, max(0.0, now - each.since) if each.held_s is None else each.held_s)
+        for each in job.usage
+    ]
+
+    def total(of: Callable[..., float | None]) -> float | None:
+        found = [of(accelerators, seconds, prices) for accelerators, seconds in held]
+        known = [each for each in found if each is not None]
+        return sum(known) if len(known) == len(found) else None
+
+    return sum(seconds for _, seconds in held) / HOUR_S, total(held_energy), total(held_price)
 
 
 def budget_reason(job: TrainingJob, prices: PriceSettings, now: float) -> tuple[bool, str]:
@@ -204,7 +227,7 @@ def budget_reason(job: TrainingJob, prices: PriceSettings, now: float) -> tuple[
     budget = job.spec.budget
     if not budget or not job.usage:
         return False, ""
-    cost = spent(job, prices, now)
+    _, _, cost = used(job, prices, now)
     if cost is None:
         kinds = ", ".join(sorted({kind for each in job.usage for kind in each.accelerators}))
         return False, f"the budget cannot be counted: no price in [prices] per_hour for {kinds}"

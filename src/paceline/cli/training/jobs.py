@@ -42,7 +42,7 @@ from paceline.client import (
 )
 from paceline.config import find_installation
 from paceline.errors import PacelineError
-from paceline.jobs import money, range_text
+from paceline.jobs import compared, money, range_text
 from paceline.schemas import (
     JobLogShown,
     JobOutcome,
@@ -57,7 +57,7 @@ from paceline.schemas import (
     TrainingJob,
 )
 from paceline.text import printable, shortened
-from paceline.units import duration, moment
+from paceline.units import duration, moment, size
 
 
 @click.group(cls=Group)
@@ -69,7 +69,7 @@ def jobs() -> None:
     cls=Sections,
     sections={
         "Training": "snapshot code_ref continue_from steps seed overrides",
-        "Gang": "ranks ranks_per_node accelerator memory_bytes capacity within",
+        "Gang": "ranks ranks_per_node accelerator memory_bytes capacity within node_labels",
         "Queue": "name team project purpose priority budget queue time_limit_s idempotency_key",
         "Afterwards": "evaluate evaluate_on follow",
     },
@@ -383,18 +383,27 @@ def _lines(view: JobView) -> list[str]:
         of = f" of {money(spec.budget)}" if spec.budget else ""
         so_far = money(view.spent if job.usage else 0.0, "not known")
         lines.append(f"  cost        {so_far}{of} {view.currency}")
+    if (guess := view.estimate) is not None:
+        figures = compared(guess, view.hours, view.energy_kwh, view.spent)
+        lines += [f"  {name:<11} {each}" for name, each in figures.items()]
     if (held := job.allocation) is not None:
         said = ", ".join(filter(None, (held.id, held.state, held.reason)))
         lines.append(f"  {held.engine:<11} {said}")
     if job.placement is not None:
         hosts = ", ".join(f"{host} ({n})" for host, n in sorted(job.placement.hosts.items()))
         level = job.placement.level
-        where = "in several zones" if level == "fleet" else f"in one {level}"
+        where = "over the fleet" if level == "fleet" else f"in one {level}"
         lines.append(f"  nodes       {hosts}, {where}, score {job.placement.score:.2f}")
     if report is not None:
         rate = report.metrics.get("tokens_per_second")
         speed = f", {rate:,.0f} tokens/s" if rate else ""
         lines.append(f"  progress    step {_progress(job) or report.step}{speed}")
+        if report.read_bytes is not None:
+            kept = sum(each.bytes for each in report.checkpoints)
+            lines.append(
+                f"  store       {size(report.read_bytes)} read by relays, "
+                f"{size(report.written_bytes or 0)} written, {size(kept)} kept as checkpoints"
+            )
         if report.training_id:
             lines.append(f"  training    {report.training_id}")
         if report.report_digest:
