@@ -40,6 +40,7 @@ from paceline.tasks._support.stages import stage
 from paceline.units import size
 
 POLL_S = 0.2
+READ_BYTES_S = 100e6  # of a node's copy, at the least
 SWITCH_S = 60.0  # how long the fleet may take to switch
 
 
@@ -217,7 +218,7 @@ def verify_on_nodes(
         manifest.version,
         manifest.digest,
         full,
-        timeout_s=run.runtime.profile.relay.deadline_s,
+        timeout_s=run.runtime.profile.relay.deadline_s + manifest.total_size / READ_BYTES_S,
     )
     wrong = {node: answer for node, answer in answers.items() if isinstance(answer, BaseException)}
     away = {node: error for node, error in wrong.items() if isinstance(error, TemporaryError)}

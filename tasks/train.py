@@ -97,6 +97,7 @@ def train(
             model_id=manifest.model_id,
             version=manifest.version,
             manifest_digest=manifest.digest,
+            base_bytes=manifest.total_size,
             snapshot_url=snapshot["url"],
             snapshot_digest=snapshot["digest"],
             purpose=purpose,

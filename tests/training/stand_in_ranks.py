@@ -43,7 +43,7 @@ def main() -> int:
     if not mine.get("mute"):
         threading.Thread(target=_beat, args=("step", 3), daemon=True).start()
     for step in range(1, 1 + mine.get("steps", 3)):
-        say("step", step)
+        say("step", step, step_seconds=float(mine.get("pace_s", 0.01)))
         time.sleep(mine.get("pace_s", 0.01))
     if mine.get("freeze"):
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -7,11 +7,14 @@ import math
 import pickle
 import random
 import statistics
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from paceline.config import GuardSettings, TrainingSettings
 from paceline.errors import CorruptData, TrainingFailed
+from paceline.training import Deadlines
 from paceline.training.loop import BadStep, StepGuard, Verdict
 
 SETTINGS = GuardSettings(on_bad_step="skip", spike_factor=3.0, spike_window=10, max_bad_steps=2)
@@ -99,7 +102,11 @@ def test_an_unsound_last_state_is_refused_even_where_steps_are_skipped() -> None
         guard.require_sound(False, step=3, batch=3)
 
 
-def test_a_first_step_that_compiles_may_take_longer() -> None:
-    settings = TrainingSettings.model_validate({"compile": True, "guard": {"start_deadline_s": 60}})
-    assert settings.start_deadline_s == 300
-    assert settings.model_copy(update={"compile": False}).start_deadline_s == 60
+def test_a_slow_model_has_longer_steps_and_a_large_one_a_longer_start() -> None:
+    deadlines = Deadlines(start_s=600, step_s=1800)
+    found = [deadlines.of("step", slowest_s) for slowest_s in (0, 0.5, 10, 200)]
+    assert found == [1800, 60, 200, 1800], "without a step before it, the longest"
+    assert Deadlines(step_s=8).of("step", 1.0) == 8
+    large: Any = SimpleNamespace(settings=TrainingSettings(), base_bytes=140_000_000_000)
+    its = Deadlines.of_job(large)
+    assert (its.of("loading"), its.of("first step"), its.of("saving")) == (2000, 2000, 2000)

@@ -19,7 +19,7 @@ import pytest
 
 from paceline.errors import Cancelled, InvalidInput
 from paceline.training import Deadlines, GangMember, GangResult, GangSupervisor, LocalLauncher
-from paceline.training.launcher import MetadataWatcher, launcher_argv, local
+from paceline.training.launcher import MetadataWatcher, launcher_argv, local, ports
 
 pytestmark = pytest.mark.xdist_group("gangs")
 
@@ -123,6 +123,16 @@ def test_a_frozen_rank_is_found_and_the_stacks_of_all_are_kept(kept: LocalLaunch
     for rank in (0, 1):
         assert "stand_in_ranks.py" in story.result.stderr[rank]
     assert gone(story.pids())
+
+
+def test_a_step_much_longer_than_those_before_it_hangs(
+    kept: LocalLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ports, "STEP_AT_LEAST_S", 2.0)
+    with opened(kept, deadlines=Deadlines(start_s=30, step_s=600)) as gangs:
+        story = run(gangs, {"all": {"wait_s": 30}})
+    assert story.result.hung
+    assert "hung in phase 'step'" in story.result.reason and "of 2" in story.result.reason
 
 
 def test_cancel_lets_ranks_save_and_kills_and_names_one_that_does_not(kept: LocalLauncher) -> None:

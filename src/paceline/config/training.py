@@ -146,10 +146,13 @@ class GuardSettings(Settings):
     min_ranks: int = Field(default=0, ge=0)  # fewer than ``ranks``: continue with the rest; 0: all
     spares: int = Field(default=0, ge=0)  # standby ranks, started and kept warm
     failures_per_host: int = Field(default=2, ge=1)  # then the host is excluded
-    start_deadline_s: float = Field(default=120.0, gt=0)  # to the first step; compile: 5 times
-    # a rank whose step takes longer hangs: the gang restarts
-    step_deadline_s: float = Field(default=60.0, gt=0)
-    # a save, export or evaluation that takes longer hangs: the gang restarts
+    # each part of a start takes this at most, the first step too; and 1 s for 100 MB of the base
+    start_deadline_s: float = Field(default=600.0, gt=0)
+    # a rank hangs whose step takes longer, or 20 times as long as the slowest of the newest
+    # ones (60 s at the least): the gang restarts
+    step_deadline_s: float = Field(default=1800.0, gt=0)
+    # a save, export or evaluation hangs that takes longer, and 1 s for 100 MB of the base: the gang
+    # restarts
     checkpoint_deadline_s: float = Field(default=600.0, gt=0)
     # From a preemption notice to the ranks' end. Clouds and Kubernetes kill 30 s after the notice,
     # which is seen at most 2 s late; the rest is for finishing a step and ending processes.
@@ -209,9 +212,6 @@ class GroupSettings(Settings):
     optimizer: Literal["adamw"] | None = None  # with muon: adamw for matrices that it would take
 
 
-COMPILE_FACTOR = 5  # of start_deadline_s: 48 s on free cores, over 120 s on busy ones
-
-
 class TrainingSettings(Settings):
     """The training job."""
 
@@ -261,11 +261,6 @@ class TrainingSettings(Settings):
     synchrony: SynchronySettings = SynchronySettings()
     checkpoints: CheckpointSettings = CheckpointSettings()
     guard: GuardSettings = GuardSettings()
-
-    @property
-    def start_deadline_s(self) -> float:
-        """Return how long a rank may take to its first step, in which it compiles the model."""
-        return self.guard.start_deadline_s * (COMPILE_FACTOR if self.compile else 1)
 
     @model_validator(mode="after")
     def _early_stopping_has_evaluations(self) -> TrainingSettings:

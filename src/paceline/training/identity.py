@@ -16,6 +16,7 @@ from paceline.config import DataSettings, Profile, TrainingSettings
 from paceline.schemas import TaskSize, TrainJob, digest_of
 
 # Settings that change speed or placement, not the result.
+BASE_BYTES_S = 100e6  # of the base model's files: a slow disk, or object store
 _RESULT_NEUTRAL_SETTINGS = {
     "ranks",
     "threads_per_rank",
@@ -53,6 +54,11 @@ _RESULT_DATA_SETTINGS = {"batching", "columns", "token_features", "missing_featu
 def result_data_settings(data: DataSettings) -> dict[str, Any]:
     """Return the data settings that affect the result of training on a given snapshot."""
     return data.model_dump(mode="json", include=_RESULT_DATA_SETTINGS)
+
+
+def base_margin_s(job: TrainJob) -> float:
+    """Return what reading or writing the base may take beyond a deadline of ``job``."""
+    return job.base_bytes / BASE_BYTES_S
 
 
 def config_digest(job: TrainJob) -> str:

@@ -185,6 +185,7 @@ def prepare(asked: TrainingRequest, run_id: str | None = None) -> TrainJob:
         model_id=MODEL,
         version=VERSION,
         manifest_digest=manifest_digest,
+        base_bytes=_weights_bytes(runtime),
         snapshot_url=snapshot.url,
         snapshot_digest=snapshot.digest,
         purpose=asked.profile.data.purpose,

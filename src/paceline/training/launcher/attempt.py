@@ -74,6 +74,7 @@ class Attempt:
         self._stopping: float | None = None  # grace period of the stop order, in seconds
         self._stop_at = float("inf")  # when a stop order is overdue
         self._store_error = ""
+        self._slowest_s = 0.0  # of the newest steps
         self._looked_at = time.monotonic()
 
     def start(self, text: str) -> Fault | None:
@@ -207,6 +208,9 @@ class Attempt:
 
     def _take(self, kind: str, worker: str, line: Mapping[str, Any]) -> None:
         if not kind:
+            took_s = line.get("data", {}).get("step_seconds")
+            if line.get("event") == "step" and isinstance(took_s, float):
+                self._slowest_s = max(took_s, 0.9 * self._slowest_s)  # one of long ago fades
             if self._on_event is not None:
                 self._on_event(dict(line))
         elif kind == "store":
@@ -308,7 +312,7 @@ class Attempt:
         state = guilty.state
         phase, since = state["phase"], state["since_s"]
         how = " (it is stopped)" if state["stopped"] else ""
-        limit = self._gangs.deadlines.of(phase)
+        limit = self._gangs.deadlines.of(phase, self._slowest_s)
         return Fault(
             guilty,
             f"hung in phase {phase!r} at step {state['step']}: nothing for {since:.1f} s of "
@@ -318,7 +322,7 @@ class Attempt:
         )
 
     def _is_late(self, state: Mapping[str, Any]) -> bool:
-        deadline = self._gangs.deadlines.of(state["phase"])
+        deadline = self._gangs.deadlines.of(state["phase"], self._slowest_s)
         late = state["running_s"] if state["phase"] == "starting" else state["since_s"]
         frozen = state["stopped"] and state["silent_s"] > min(STOPPED_S, deadline)
         return bool(frozen) or late > deadline or state["silent_s"] > deadline

@@ -75,11 +75,7 @@ def run_job(
         return finished
     admit(own, workers[0], store)
     guard = job.settings.guard
-    deadlines = Deadlines(
-        start_s=job.settings.start_deadline_s,
-        step_s=guard.step_deadline_s,
-        checkpoint_s=guard.checkpoint_deadline_s,
-    )
+    deadlines = Deadlines.of_job(job)
     with launcher.open_nodes(
         workers, launcher_argv(RANK), wait_s=guard.node_wait_s, cancel=cancel, on_wait=on_wait,
         slots=slots, work=job.job_id,

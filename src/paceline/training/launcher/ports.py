@@ -13,8 +13,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from paceline.schemas import TrainJob
+from paceline.training.identity import base_margin_s
 from paceline.training.loop import STOPPED_EXIT
 
+SLOWER = 20  # times the slowest of the newest steps: one that takes longer hangs
+STEP_AT_LEAST_S = 60.0
 LONG_PHASES = ("saving", "exporting", "evaluating")
 
 LineHandler = Callable[[dict[str, Any]], None]
@@ -102,10 +106,21 @@ class Deadlines:
     step_s: float = 60.0
     checkpoint_s: float = 600.0
 
-    def of(self, phase: str) -> float:
-        """Return the deadline of ``phase``."""
+    @classmethod
+    def of_job(cls, job: TrainJob) -> Deadlines:
+        """Return the deadlines of ``job``: a larger base takes longer to read and write."""
+        guard, more_s = job.settings.guard, base_margin_s(job)
+        return cls(
+            start_s=guard.start_deadline_s + more_s,
+            step_s=guard.step_deadline_s,
+            checkpoint_s=guard.checkpoint_deadline_s + more_s,
+        )
+
+    def of(self, phase: str, slowest_s: float = 0.0) -> float:
+        """Return the deadline of ``phase``; ``slowest_s``: of the newest steps, 0: none."""
         if phase == "step":
-            return self.step_s
+            usual_s = max(STEP_AT_LEAST_S, SLOWER * slowest_s) if slowest_s else self.step_s
+            return min(self.step_s, usual_s)
         return self.checkpoint_s if phase in LONG_PHASES else self.start_s
 
 

@@ -29,6 +29,7 @@ from paceline.config import TrainingSettings
 from paceline.data import PlannedStream
 from paceline.errors import CorruptData, PeerLost, TemporaryError
 from paceline.training.checkpoint import Checkpointer, TrainState
+from paceline.training.identity import base_margin_s
 from paceline.training.loop import (
     CPU,
     FOLLOWER_REPORT_S,
@@ -255,7 +256,8 @@ class _ServingRank:
 
     def _follow(self, meeting: Rendezvous) -> str:
         self._events.enter("following")
-        deadline_s = self._its.job.settings.guard.start_deadline_s  # rank 0 is still loading
+        job = self._its.job  # rank 0 is still loading
+        deadline_s = job.settings.guard.start_deadline_s + base_margin_s(job)
         reported = False
 
         def on_frame() -> None:
