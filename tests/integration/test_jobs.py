@@ -5,12 +5,14 @@ Through `paceline jobs` and Prefect's API alone; the ranks, Prefect, its worker 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,115 @@ def test_what_can_never_run_is_refused_at_once(lab: Lab) -> None:
     lab.refused(1, model, "77", *data, said=("no such published model", "77"))
     assert not lab.client.jobs(["queued"]).jobs
     assert time.monotonic() - began < 60
+
+
+@contextlib.contextmanager
+def resident_agents(stack: Runtime, options: Mapping[str, Sequence[str]], path: Path) -> Any:
+    """Have operators' own agents take the place of the nodes' agents; ``path``: programs of
+    node-3, before those of its $PATH.
+
+    A worker starts its agent again at once, so it is stopped until the other one answers; it adopts
+    that one then.
+    """
+    started = []
+    try:
+        for name, words in options.items():
+            said = stack.node_dir(name) / "agent.json"
+            old = psutil.Process(json.loads(said.read_bytes())["pid"])
+            worker, environment = old.parent(), old.environ()
+            argv = [each for each in old.cmdline() if each != "--die-with-parent"]
+            if name == "node-3":
+                environment["PATH"] = f"{path}:{environment['PATH']}"
+            assert worker is not None
+            worker.suspend()
+            try:
+                old.kill()
+                wait_until(lambda old=old: old.status() == psutil.STATUS_ZOMBIE, 10, "it has ended")
+                started.append(subprocess.Popen([*argv, *words], env=environment))
+                wait_until(
+                    lambda said=said: json.loads(said.read_bytes())["pid"] == started[-1].pid,
+                    60, f"{name}'s own agent",
+                )  # fmt: skip
+            finally:
+                worker.resume()
+        yield
+    finally:
+        for each in started:
+            each.terminate()
+        for each in started:
+            each.wait(30)
+
+
+def test_gangs_get_the_nodes_that_their_racks_domains_and_labels_say(
+    lab: Lab, tmp_path: Path
+) -> None:
+    """Nodes 0 and 1 are in rack-0, 2 and 3 in rack-1; of node 3 a driver reports an A100."""
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\necho 'NVIDIA A100-SXM4-80GB, 81920'\n")
+    driver.chmod(0o755)
+    domain = ("--label", "domain=nvl-1")
+    spot = ("--label", "capacity=spot", "--label", "pool=research")
+    of_node = {"node-1": domain, "node-2": domain, "node-3": spot}
+
+    def labels() -> dict[str, Any]:
+        return {e.worker_id: e.labels.others for e in lab.client.workers() if e.alive}
+
+    def runs_on(job_id: str) -> tuple[str, set[str]]:
+        """Return the level of its placement, and where its ranks run."""
+        placed = lab.becomes(job_id, JobState.RUNNING).placement
+
+        def hosts() -> set[str]:
+            return {each.host for each in lab.job(job_id).report.workers}
+
+        wait_until(lambda: len(hosts()) == len(placed.hosts), 60, "each rank is reported")
+        assert hosts() == set(placed.hosts)
+        return placed.level, hosts()
+
+    number = itertools.count()
+
+    def submit(*words: str) -> str:
+        return lab.submit(*words, "--seed", str(next(number)))  # each another training
+
+    with resident_agents(lab.stack, of_node, tmp_path):
+        wait_until(lambda: labels().get("node-3"), 60, "the agents are registered")
+        data = (*lab.base, "--snapshot", lab.snapshot)
+        for words, reason in {
+            ("--capacity", "spot", "--ranks", "2"): "2 x any kind (spot); at most 1 are there",
+            ("--within", "rack", "--ranks", "3"): "3 x any kind in one rack; at most 2 are there",
+            ("--label", "pool=sales"): "no host can hold a rank",
+            ("--label", "pool=research", "--capacity", "on-demand"): "no host can hold a rank",
+            ("--accelerator", "a100", "--memory", "90GB"): "no host can hold a rank",
+        }.items():
+            done = command.paceline("jobs", "submit", *data, *words, "--state", lab.stack.state_dir)
+            assert (done.returncode, done.stderr.count("\n")) == (2, 1), done
+            assert reason in done.stderr, done.stderr
+        wide = submit("--ranks", "3", "--capacity", "on-demand")
+        labelled = submit("--ranks", "1", "--label", "pool=research", "--accelerator", "a100")
+        waiting = submit("--ranks", "1", "--capacity", "on-demand")
+        assert runs_on(wide) == ("fleet", {"node-0", "node-1", "node-2"})
+        assert runs_on(labelled) == ("host", {"node-3"})
+        assert "A100" in lab.job(labelled).kind
+        lab.client.change_job(labelled, "cancel")
+        lab.becomes(labelled, JobState.CANCELLED)
+        reason = "waiting for 1 x any kind (on-demand); 0 free"
+        wait_until(lambda: lab.job(waiting).reason == reason, 20, "node-3 is not for it")
+        assert lab.job(waiting).state is JobState.QUEUED
+        for each in (waiting, wide):
+            lab.client.change_job(each, "cancel")
+        lab.becomes(wide, JobState.CANCELLED)
+
+        near = submit("--ranks", "2")
+        wait_until(lambda: lab.job(near).placement, 20, "it is placed")
+        placed = lab.job(near).placement
+        assert (placed.level, set(placed.hosts)) == ("domain", {"node-1", "node-2"})
+        lab.client.change_job(near, "cancel")
+        lab.becomes(near, JobState.CANCELLED)
+        racked = submit("--ranks", "2", "--within", "rack")
+        assert runs_on(racked) == ("rack", {"node-0", "node-1"})
+        assert "node-1 (1), in one rack" in lab.jobs("show", racked).out
+        lab.client.change_job(racked, "cancel")
+        lab.becomes(racked, JobState.CANCELLED)
+    wait_until(lambda: not any(labels().values()), 60, "the nodes have their own agents again")
 
 
 def test_a_run_from_prefects_form_is_a_job_with_what_the_form_was_given(lab: Lab) -> None:

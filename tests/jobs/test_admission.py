@@ -315,6 +315,10 @@ def test_why_never_says_what_is_missing() -> None:
     assert "at most 16 are there" in why_never(fleet, gang("j", 17), {})
     assert "at most 8 are there" in why_never(fleet, gang("j", 16, within="host"), {})
     assert why_never(fleet, gang("j", 8, pool="spot"), {})
+    assert why_never(fleet, gang("j", 8, labels=frozenset({"pool=a"})), {}) == (
+        "no host can hold a rank of 8 x any kind on nodes with pool=a; kinds of the fleet: "
+        "a100 (on-demand)"
+    )
     assert why_never([], gang("j", 1), {})
 
 

@@ -213,6 +213,7 @@ def test_a_time_limit_is_typed_with_its_unit(runtime: Runtime) -> None:
         ({"resources": {"within": "host"}}, "resources.within"),
         ({"resources": {"memory_bytes": 8}}, "resources.memory_bytes"),
         ({"resources": {"capacity": "spot"}}, "resources.capacity"),
+        ({"resources": {"node_labels": {"a": "b"}}}, "resources.node_labels"),
     ],
 )
 @pytest.mark.parametrize("kind", ["slurm", "kubernetes"])

@@ -744,12 +744,14 @@ def test_accelerators_labels_and_a_part_of_a_kinds_name_choose_the_hosts() -> No
         worker("cpu-0"),
         worker("a-0", 8, capacity="spot"),
         worker("a-1", 8),
+        worker("a-2", 8, pool="research"),
         worker("h-0", 8, "NVIDIA H100 80GB HBM3"),
     )
     ours = {"training.ranks_per_node": 0}
     wanted = {
         "h-0": {"accelerator": "h100"},
         "a-0": {"accelerator": "a100", "capacity": "spot"},
+        "a-2": {"node_labels": {"pool": "research"}},
         "a-1": {"accelerator": "A100", "capacity": "on-demand", "memory_bytes": 80 << 30},
     }
     for host, resources in wanted.items():

@@ -293,6 +293,7 @@ def test_the_command_shows_trials_and_how_to_train_the_best_again(
     monkeypatch.setattr("paceline.cli.training.sweep.Client", lambda **_: queue)
     monkeypatch.setattr("paceline.jobs.sweeps.sweep.LOOK_S", 0)
     gang = ["--ranks", "2", "--memory", "80GB", "--capacity", "spot", "--within", "rack"]
+    gang += ["--label", "pool=a", "--label", "rack=r1"]
     words = ["sweep", "lr", "org/m", "1", "--snapshot", "s3://b/d", "--space",
              str(tmp_path / "space.toml"), "--trials", "6", *gang, "--steps", str(STEPS),
              "--storage", STORAGE, "--seed", "1", "--project", "study",
@@ -307,7 +308,8 @@ def test_the_command_shows_trials_and_how_to_train_the_best_again(
     assert all(each in done.stdout for each in queue.jobs)
     (line,) = re.findall(r"^reproduce: paceline (.*)$", done.stdout, re.MULTILINE)
     typed = parsed(shlex.split(line)).params
-    asked = {"ranks": 2, "memory_bytes": 80 * 10**9, "capacity": "spot", "within": "rack"}
+    asked = {"ranks": 2, "memory_bytes": 80 * 10**9, "capacity": "spot", "within": "rack",
+             "node_labels": {"pool": "a", "rack": "r1"}}  # fmt: skip
     asked |= {"purpose": "speech", "project": "study"}
     assert asked.items() <= typed.items()
     (spec, *_) = [each.spec for each in queue.jobs.values()]

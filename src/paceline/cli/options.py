@@ -93,6 +93,15 @@ purpose_option = click.option(
 )
 
 
+def _by_key(
+    _ctx: click.Context, _option: click.Parameter, given: tuple[str, ...]
+) -> dict[str, str]:
+    pairs = [each.partition("=") for each in given]
+    if wrong := next((each for each in pairs if not each[1]), None):
+        raise click.BadParameter(f"{wrong[0]!r} is not KEY=VALUE, such as pool=a100")
+    return {key: value for key, _, value in pairs}
+
+
 def gang_options(command: F) -> F:
     """Add what a job's gang needs; ``command`` gets it as ``resources``, its defaults left out."""
 
@@ -109,6 +118,8 @@ def gang_options(command: F) -> F:
     @click.option("--within", type=click.Choice(["host", "domain", "rack", "zone", "fleet"]),
                   default="fleet", show_default=True,
                   help="What the gang must lie within.")  # fmt: skip
+    @click.option("--label", "node_labels", multiple=True, callback=_by_key, metavar="KEY=VALUE",
+                  help="That each of its nodes has, e.g. pool=a100 (repeatable).")  # fmt: skip
     @click.option("--queue", help="Slurm's partition, or Kueue's LocalQueue, where these decide.")
     @click.option("--time-limit", "time_limit_s", callback=parsed(seconds), metavar="TIME",
                   help="After which Slurm or Kubernetes takes the nodes back: 12h.")  # fmt: skip

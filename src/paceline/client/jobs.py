@@ -32,7 +32,8 @@ class JobMethods:
     ) -> TrainingJob:
         """Queue a training of a published version on a snapshot (its URL), and return the job.
 
-        ``resources``: ranks, ranks_per_node, accelerator, memory_bytes, capacity, within.
+        ``resources``: ranks, ranks_per_node, accelerator, memory_bytes, capacity, within,
+        node_labels.
         ``more``: parameters (settings by their keys in a profile), code_ref, checkpoint_policy,
         seed, continue_from, name, team, project, purpose, budget, priority. The same ``key`` and
         job again are the same job. Raises InvalidInput for what can never run here.

@@ -112,7 +112,7 @@ def why_never(
             f"({quota.slots} of its quota and {quota.borrow} borrowed)"
         )
     if not demand.hosts:
-        kinds = ", ".join(sorted({host.kind for host in hosts})) or "none"
+        kinds = ", ".join(sorted({f"{each.kind} ({each.pool})" for each in hosts})) or "none"
         return f"no host can hold a rank of {describe(gang)}; kinds of the fleet: {kinds}"
     most = demand.most_of_all(gang.ranks)
     if most < gang.ranks:
@@ -142,7 +142,8 @@ def _order(gang: Gang) -> tuple[int, float, str]:
 
 
 def _shape(gang: Gang) -> tuple[object, ...]:
-    return (gang.kind, gang.min_memory_bytes, gang.pool, gang.within, gang.ranks_per_host)
+    asked = (gang.kind, gang.min_memory_bytes, gang.pool, gang.labels)
+    return (*asked, gang.within, gang.ranks_per_host)
 
 
 class _Round:

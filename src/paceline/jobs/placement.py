@@ -37,6 +37,7 @@ class Host:
     rack: str = ""
     zone: str = ""
     pool: str = "on-demand"  # or "spot"
+    labels: frozenset[str] = frozenset()  # each KEY=VALUE, rack and zone among them
 
     def __post_init__(self) -> None:
         """Raise InvalidInput for a host without a name or with fewer than 0 slots."""
@@ -56,6 +57,7 @@ class Gang:
     kind: str = ""  # "": any, but all hosts of one gang are of one kind
     min_memory_bytes: int = 0
     pool: str = ""  # "": any
+    labels: frozenset[str] = frozenset()  # each KEY=VALUE, that all of its hosts have
     within: Level = "fleet"  # must fit inside one of these
     ranks_per_host: int = 0  # exactly so many (the last host may hold fewer); 0: up to its slots
     training: str = ""  # of waiting gangs with the same one only one starts; "": its own
@@ -87,9 +89,10 @@ def describe(gang: Gang) -> str:
     """Return what the gang asks for, for people: "8 x a100 in one rack"."""
     memory = f" with {gang.min_memory_bytes / 1e9:g} GB" if gang.min_memory_bytes else ""
     pool = f" ({gang.pool})" if gang.pool else ""
+    labels = f" on nodes with {', '.join(sorted(gang.labels))}" if gang.labels else ""
     inside = "" if gang.within == "fleet" else f" in one {gang.within}"
     per_host = f", {gang.ranks_per_host} per host" if gang.ranks_per_host else ""
-    return f"{gang.ranks} x {gang.kind or 'any kind'}{memory}{pool}{inside}{per_host}"
+    return f"{gang.ranks} x {gang.kind or 'any kind'}{memory}{pool}{labels}{inside}{per_host}"
 
 
 def is_kind(asked: str, kind: str) -> bool:
@@ -128,9 +131,14 @@ def hosts_of(
                 rack=worker.labels.rack,
                 zone=worker.labels.zone,
                 pool="spot" if labels.get("capacity") == "spot" else "on-demand",
+                labels=_pairs(worker.labels.named),
             )
         )
     return found
+
+
+def _pairs(labels: Mapping[str, str]) -> frozenset[str]:
+    return frozenset(f"{key}={value}" for key, value in labels.items())
 
 
 def gang_of(job: TrainingJob, settings: TrainingSettings, hosts: Sequence[Host]) -> Gang:
@@ -153,6 +161,7 @@ def gang_of(job: TrainingJob, settings: TrainingSettings, hosts: Sequence[Host])
         kind=job.kind or kind,
         min_memory_bytes=asked.memory_bytes,
         pool=asked.capacity,
+        labels=_pairs(asked.node_labels),
         within=asked.within,
         ranks_per_host=settings.ranks_per_node,
         training=job.training_key,
@@ -178,7 +187,8 @@ def unit_of(host: Host, level: str) -> Unit:
 
 
 class Demand:
-    """The hosts that gangs of one shape (kind, memory, pool, within, ranks per host) can use.
+    """The hosts that gangs of one shape (kind, memory, pool, labels, within, ranks per host) can
+    use.
 
     Gangs of the same shape share it for a round, so that a round costs little a gang.
     """
@@ -191,6 +201,7 @@ class Demand:
             if host.slots >= 1
             and gang.kind in ("", host.kind)
             and gang.pool in ("", host.pool)
+            and gang.labels <= host.labels
             and host.memory_bytes >= gang.min_memory_bytes
             and unit_of(host, gang.within)
         ]

@@ -28,6 +28,7 @@ from paceline.schemas.base import (
     is_none,
 )
 from paceline.schemas.cost import CostEstimate
+from paceline.schemas.plan import NodeLabels
 
 QUEUED_JOB_ID = r"^tj-[0-9a-f]{12}$"
 MOST_PARAMETER_BYTES = 16 * 1024
@@ -99,6 +100,10 @@ class Resources(Record):
     within: Literal["host", "domain", "rack", "zone", "fleet"] = Field(
         default="fleet", description="What the gang may not leave."
     )
+    node_labels: NodeLabels = Field(
+        default={}, exclude_if=is_empty, description="That each of its nodes has.",
+        examples=[{"pool": "a100"}],
+    )  # fmt: skip
     queue: Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9][-\w.]{0,62})?$")] = Field(
         default="", exclude_if=is_empty, examples=["training"],
         description="Where Slurm or Kubernetes admits jobs: the partition, or Kueue's LocalQueue; "

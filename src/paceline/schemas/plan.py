@@ -32,6 +32,15 @@ MOST_LABELS = 32
 PLACES = ("host", "rack", "zone")
 
 
+NodeLabels = Annotated[
+    dict[
+        Annotated[str, StringConstraints(pattern=LABEL_KEY)],
+        Annotated[str, StringConstraints(pattern=LABEL_VALUE)],
+    ],
+    Field(max_length=MOST_LABELS),
+]
+
+
 class Labels(Record):
     """Labels of a worker: its place, by which planners avoid traffic between racks, and others
     (``pool=a100``), by which selectors choose.
@@ -42,10 +51,7 @@ class Labels(Record):
     rack: Text = Field(default="", max_length=255)
     zone: Text = Field(default="", max_length=255)
     # of your own, for selectors: { pool = "a100" }
-    others: dict[
-        Annotated[str, StringConstraints(pattern=LABEL_KEY)],
-        Annotated[str, StringConstraints(pattern=LABEL_VALUE)],
-    ] = Field(default={}, max_length=MOST_LABELS)
+    others: NodeLabels = {}
 
     @property
     def named(self) -> dict[str, str]:

@@ -68,7 +68,7 @@ def jobs() -> None:
     cls=Sections,
     sections={
         "Training": "snapshot code_ref continue_from steps seed overrides",
-        "Gang": "ranks ranks_per_node accelerator memory_bytes capacity within",
+        "Gang": "ranks ranks_per_node accelerator memory_bytes capacity within node_labels",
         "Queue": "name team project purpose priority budget queue time_limit_s idempotency_key",
         "Afterwards": "evaluate evaluate_on follow",
     },
@@ -385,7 +385,7 @@ def _lines(view: JobView) -> list[str]:
     if job.placement is not None:
         hosts = ", ".join(f"{host} ({n})" for host, n in sorted(job.placement.hosts.items()))
         level = job.placement.level
-        where = "in several zones" if level == "fleet" else f"in one {level}"
+        where = "over the fleet" if level == "fleet" else f"in one {level}"
         lines.append(f"  nodes       {hosts}, {where}, score {job.placement.score:.2f}")
     if report is not None:
         rate = report.metrics.get("tokens_per_second")

@@ -74,7 +74,7 @@ def sweep() -> None:
     sections={
         "Search": "space trials parallel sampler pruner seed metric maximize storage",
         "Each training": "snapshot_url steps overrides",
-        "Gang": "ranks ranks_per_node accelerator memory_bytes capacity within",
+        "Gang": "ranks ranks_per_node accelerator memory_bytes capacity within node_labels",
         "Queue": "team project purpose priority queue time_limit_s cancel_jobs detach",
     },
 )

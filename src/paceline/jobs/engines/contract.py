@@ -211,6 +211,7 @@ class ForeignEngine(ABC):
         given = {
             "resources.memory_bytes": asked.memory_bytes,
             "resources.capacity": asked.capacity,
+            "resources.node_labels": asked.node_labels,
             "resources.within": asked.within != "fleet" and not (asked.within == "host" and is_one),
             "priority": request.gang.priority > 0,
         }

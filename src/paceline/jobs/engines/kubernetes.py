@@ -41,6 +41,7 @@ INSTEAD = {
     "resources.within": "a LocalQueue whose flavor has that topology",
     "resources.memory_bytes": "resources.accelerator",
     "resources.capacity": "resources.queue, the name of a LocalQueue",
+    "resources.node_labels": "resources.queue, the name of a LocalQueue",
 }
 Pods = Sequence[Mapping[str, Any]]
 

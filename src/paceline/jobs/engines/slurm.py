@@ -51,6 +51,7 @@ INSTEAD = {
     "resources.within": "cluster.slurm.options, such as --switches=1",
     "resources.memory_bytes": "resources.accelerator, or cluster.slurm.options with --constraint",
     "resources.capacity": "resources.queue, the name of a partition",
+    "resources.node_labels": "resources.queue, or cluster.slurm.options with --constraint",
 }
 
 

@@ -242,6 +242,9 @@ def _command(name: str, spec: Mapping[str, Any], best: SweepTrial) -> str:
     given = Resources.model_validate(spec["resources"]).model_dump(exclude_defaults=True)
     if "memory_bytes" in given:
         given["memory"] = f"{given.pop('memory_bytes')}B"
+    words += [
+        w for pair in given.pop("node_labels", {}).items() for w in ("--label", "=".join(pair))
+    ]
     given |= {key: spec.get(key) for key in ("team", "project", "purpose", "priority")}
     for key, value in given.items():
         if value:
