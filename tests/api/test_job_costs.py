@@ -16,9 +16,10 @@ from paceline.api import create_app
 from paceline.client import AccessClient, Client, CoordinatorClient
 from paceline.config import Login, PriceSettings, save_login
 from paceline.errors import AccessDenied, Conflict, InvalidInput, ServiceUnavailable
-from paceline.jobs import changed
+from paceline.jobs import changed, cost_of, cost_row, grouped
 from paceline.models import config_for
 from paceline.schemas import (
+    CostEstimate,
     CreateToken,
     JobState,
     JobUsage,
@@ -170,15 +171,51 @@ def test_an_estimate_comes_with_the_submission(
         "model_id": "m/two", "version": "1", "data_snapshot": "s3://b/s", "budget": 1,
         "parameters": {"training.steps": 100, "training.ranks": 2},
     })  # fmt: skip
-    made = lab.client.submit_job(spec)
+    made = lab.client.submit_job(spec, "key-1")
     assert made.estimate is not None
     assert made.estimate.price is not None
     assert made.estimate.price.value == pytest.approx(6 * made.estimate.hours.value)
+    known = lab.client.job(made.job.job_id)
+    assert known.estimate == known.job.estimate == made.estimate, "it is kept"
+    assert lab.client.submit_job(spec, "key-1").estimate == made.estimate
     assert made.job.state is S.QUEUED, "an estimate above the budget refuses nothing"
     other = lab.client.submit_job(spec.model_copy(update={"model_id": "m/other"}))
     assert other.estimate is None, "no training like it, and no accelerator is known"
     for each in (made, other):
         lab.client.change_job(each.job.job_id, "cancel")
+    assert "estimate" not in lab.client.job(other.job.job_id).job.model_dump()
+
+
+def test_what_was_estimated_stands_beside_what_a_job_took(
+    lab: Lab, finished: TrainingUsage, laptop: Any
+) -> None:
+    laptop(lab)
+    guess = CostEstimate.model_validate(
+        {
+            "currency": "EUR", "steps": 9, "tokens": 1.0, "accelerators": {"cpu": 2},
+            "tokens_per_second": (one := {"value": 1.5, "low": 1.0, "high": 2.0}),
+            "hours": one, "accelerator_hours": one | {"value": 3.0}, "energy_kwh": None,
+            "price": one | {"value": 9.0}, "based_on": ("speed: as given",),
+        }
+    )  # fmt: skip
+    job_id = lab.add(S.FAILED, 2.0)
+    lab.app.state.jobs.change(job_id, lambda job: job.model_copy(update={"estimate": guess}))
+    view = lab.client.job(job_id)
+    assert (view.estimate, view.hours, view.spent) == (guess, 2.0, 12.0)
+    figures = (
+        "1.50 (1.00 to 2.00) estimated, 2.00 so far",
+        "9.00 (1.00 to 2.00) EUR estimated, 12.00 so far",
+    )
+    for words in (("jobs", "show", job_id), ("cost", view.job.run_id)):
+        shown = paceline(*words).stdout
+        assert all(each in shown for each in figures), shown
+        assert "kWh estimated" not in shown, "no watts are known"
+    (row,) = [each for each in lab.client.training_costs().usages if each.queued_job_id == job_id]
+    assert row.estimate == guess
+    group = next(e for e in grouped([cost_of(row, PRICES)], "job"))
+    assert cost_row(group)["estimated_price"] == 9.0
+    assert cost_row(cost_of(row, PRICES))["estimated_hours"] == 1.5
+    assert "estimated EUR" in paceline("cost", "--by", "job").stdout
 
 
 def test_a_first_training_is_estimated_by_the_model_of_a_step(

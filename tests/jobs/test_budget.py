@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.config import Profile, load_profile
-from paceline.jobs import recorded, spent
+from paceline.jobs import recorded, used
 from paceline.schemas import KEPT_USAGES, JobCheckpoint, JobState, SubmitJob, TrainingUsage
 from tests.jobs.test_cost import result
 from tests.jobs.test_scheduler import SNAPSHOT, Queue, worker
@@ -26,7 +26,7 @@ def queue() -> Queue:
 
 
 def cost(queue: Queue, job_id: str) -> float:
-    found = spent(queue.job(job_id), queue.profile.prices, queue.now)
+    _, _, found = used(queue.job(job_id), queue.profile.prices, queue.now)
     assert found is not None
     return found
 

@@ -16,7 +16,7 @@ from paceline.api.flow_starter import ENDED, LINES, PrefectStarter
 from paceline.api.routes import JOBS
 from paceline.config import Runtime
 from paceline.errors import NotFound, PacelineError
-from paceline.jobs import JobTable, flow_runs, spent
+from paceline.jobs import JobTable, flow_runs, used
 from paceline.registry import Registry
 from paceline.schemas import (
     QUEUED_JOB_ID,
@@ -62,12 +62,16 @@ class ShownJob:
             pages["prefect"] = self.flows.page_of(job.flow_run_id)
         if mlflow := self._mlflow_page(job):
             pages["mlflow"] = mlflow
+        hours, energy, price = used(job, self._prices, time.time())
         return JobView(
             job=job,
             same_submission=tuple(same[-20:]),
             pages=pages,
-            spent=spent(job, self._prices, time.time()) if job.usage else None,
+            spent=price if job.usage else None,
             currency=self._prices.currency,
+            estimate=job.estimate,
+            hours=hours,
+            energy_kwh=energy,
         )
 
     def _mlflow_page(self, job: TrainingJob) -> str:

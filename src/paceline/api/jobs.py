@@ -111,10 +111,9 @@ def _add_submitting(
         job = _new_job(_with_owner(call), new_run_id(), key)
         if key is None or not any(each.job_id == job.job_id for each in table.jobs()):
             _require_possible(job, runtime, coordinator)
-        view = shown(table.add(job))
-        return view.model_copy(
-            update={"estimate": _estimate(job.spec, runtime, table, coordinator)}
-        )
+            guess = _estimate(job.spec, runtime, table, coordinator)
+            job = job.model_copy(update={"estimate": guess})
+        return shown(table.add(job))
 
     @router.post(f"{JOBS}/adopt", status_code=201)
     def adopt_job(call: AdoptJob) -> JobView:

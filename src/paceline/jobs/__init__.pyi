@@ -8,7 +8,9 @@ from .admission import (
 )
 from .collectives import RankGroup as RankGroup
 from .cost import (
+    HOUR_S as HOUR_S,
     By as By,
+    compared as compared,
     cost_of as cost_of,
     cost_row as cost_row,
     day_of as day_of,
@@ -77,5 +79,5 @@ from .usage import (
     budget_reason as budget_reason,
     flow_runs as flow_runs,
     recorded as recorded,
-    spent as spent,
+    used as used,
 )

@@ -152,6 +152,7 @@ def grouped(costs: Sequence[TrainingCost], by: By) -> list[CostGroup]:
             queue_hours=_known(_product(each.queue_s, 1 / HOUR_S) for each in members),
             price=_known(each.total for each in members),
             without_price=sum(each.total is None for each in members),
+            estimate=next((e.estimate for e in members if e.estimate and by == "job"), None),
         )
         for name, members in groups.items()
     ]
@@ -172,6 +173,9 @@ def _known(values: Iterable[float | None]) -> float | None:
 def cost_row(each: TrainingCost | CostGroup) -> dict[str, Any]:
     """Return a flat row of a table: a column for each class of time and one for its price."""
     row = each.model_dump(mode="json")
+    guess = row.pop("estimate", {})
+    for name in ("hours", "accelerator_hours", "energy_kwh", "price"):
+        row[f"estimated_{name}"] = (guess.get(name) or {}).get("value")
     if isinstance(each, TrainingCost):
         row["accelerators"] = held_text(each.accelerators)
         row["unknown"] = "; ".join(each.unknown)
@@ -200,6 +204,22 @@ def range_text(found: Range | None, unit: str = "") -> str:
     if found is None:
         return "not known"
     return f"{money(found.value)} ({money(found.low)} to {money(found.high)}){unit}"
+
+
+def compared(
+    guess: CostEstimate, hours: float, energy_kwh: float | None, price: float | None
+) -> dict[str, str]:
+    """Return what was estimated of a job at its submission beside what it took so far, by name."""
+    rows = (
+        ("hours", guess.hours, hours, ""),
+        ("energy", guess.energy_kwh, energy_kwh, " kWh"),
+        ("price", guess.price, price, f" {guess.currency}"),
+    )
+    return {
+        name: f"{range_text(expected, unit)} estimated, {money(actual, 'not known')} so far"
+        for name, expected, actual, unit in rows
+        if expected is not None
+    }
 
 
 def estimate(

@@ -7,10 +7,10 @@ are in the stored record, so the next leader counts the same seconds. Pure funct
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from paceline.config import PriceSettings
-from paceline.jobs.cost import held_price, money
+from paceline.jobs.cost import HOUR_S, held_energy, held_price, money
 from paceline.jobs.placement import Host
 from paceline.schemas import (
     KEPT_USAGES,
@@ -152,6 +152,7 @@ def attempts_of(job: TrainingJob, now: float) -> list[TrainingUsage]:
                 team=job.spec.team,
                 project=job.spec.project,
                 queue_s=each.queued_s,
+                estimate=job.estimate if each is job.usage[-1] else None,
             )
         )
     return found
@@ -178,7 +179,7 @@ def recorded(
 def _finished(attempt: TrainingUsage, result: TrainingUsage) -> TrainingUsage:
     """Return ``result`` as the attempt's: the nodes were held before and after its process."""
     own = ("queued_job_id", "attempt", "state", "team", "project", "queue_s", "accelerators")
-    update = {name: getattr(attempt, name) for name in own}
+    update = {name: getattr(attempt, name) for name in (*own, "estimate")}
     more = max(0.0, attempt.seconds - result.seconds)
     by_class = dict(result.by_class)
     if by_class:
@@ -187,16 +188,22 @@ def _finished(attempt: TrainingUsage, result: TrainingUsage) -> TrainingUsage:
     return result.model_copy(update=update)
 
 
-def spent(job: TrainingJob, prices: PriceSettings, now: float) -> float | None:
-    """Return what the job has cost so far; None where an accelerator that it held has no price."""
-    total = 0.0
-    for each in job.usage:
-        seconds = max(0.0, now - each.since) if each.held_s is None else each.held_s
-        price = held_price(each.accelerators, seconds, prices)
-        if price is None:
-            return None
-        total += price
-    return total
+def used(
+    job: TrainingJob, prices: PriceSettings, now: float
+) -> tuple[float, float | None, float | None]:
+    """Return the hours for which the job has held nodes so far, their kWh and what they cost; None
+    where an accelerator that it held has no watts, or no price."""
+    held = [
+        (each.accelerators, max(0.0, now - each.since) if each.held_s is None else each.held_s)
+        for each in job.usage
+    ]
+
+    def total(of: Callable[..., float | None]) -> float | None:
+        found = [of(accelerators, seconds, prices) for accelerators, seconds in held]
+        known = [each for each in found if each is not None]
+        return sum(known) if len(known) == len(found) else None
+
+    return sum(seconds for _, seconds in held) / HOUR_S, total(held_energy), total(held_price)
 
 
 def budget_reason(job: TrainingJob, prices: PriceSettings, now: float) -> tuple[bool, str]:
@@ -204,7 +211,7 @@ def budget_reason(job: TrainingJob, prices: PriceSettings, now: float) -> tuple[
     budget = job.spec.budget
     if not budget or not job.usage:
         return False, ""
-    cost = spent(job, prices, now)
+    _, _, cost = used(job, prices, now)
     if cost is None:
         kinds = ", ".join(sorted({kind for each in job.usage for kind in each.accelerators}))
         return False, f"the budget cannot be counted: no price in [prices] per_hour for {kinds}"

@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import Field
 
 from paceline.config import PriceSettings
-from paceline.schemas.base import Record
+from paceline.schemas.base import Record, is_none
 from paceline.schemas.training import TrainResult
 
 # class of a training's time → the accounts of TimeLedger in it
@@ -29,6 +29,29 @@ def seconds_by_class(accounts: Mapping[str, float]) -> dict[str, float]:
     if "productive_s" not in accounts:
         return {}
     return {name: sum(accounts[each] for each in parts) for name, parts in TIME_CLASSES.items()}
+
+
+class Range(Record):
+    """A figure and the range that it may have."""
+
+    value: float
+    low: float
+    high: float
+
+
+class CostEstimate(Record):
+    """What a training would take and cost, and what that is based on."""
+
+    currency: str
+    steps: int  # of the training
+    tokens: float  # that its steps read
+    accelerators: dict[str, int]  # by kind; "cpu": nodes without any
+    tokens_per_second: Range  # of the whole gang
+    hours: Range  # of wall-clock time
+    accelerator_hours: Range | None  # None: the time is unknown
+    energy_kwh: Range | None  # None: a kind has no [prices] watts
+    price: Range | None  # None: a kind has no price
+    based_on: tuple[str, ...]  # where each figure comes from, in words
 
 
 class TrainingUsage(Record):
@@ -56,6 +79,8 @@ class TrainingUsage(Record):
     team: str = ""  # that pays; "": none was said
     project: str = ""
     queue_s: float | None = None  # that it waited for its nodes, besides ``seconds``
+    # of the whole job as it was submitted, in the row of its newest attempt
+    estimate: CostEstimate | None = Field(default=None, exclude_if=is_none)
 
     @classmethod
     def of(cls, result: TrainResult) -> TrainingUsage:
@@ -112,29 +137,8 @@ class CostGroup(Record):
     queue_hours: float | None = None  # that jobs waited; not paid for
     price: float | None  # None: no training of the group has a price
     without_price: int  # trainings that ``price`` does not contain
-
-
-class Range(Record):
-    """A figure and the range that it may have."""
-
-    value: float
-    low: float
-    high: float
-
-
-class CostEstimate(Record):
-    """What a training would take and cost, and what that is based on."""
-
-    currency: str
-    steps: int  # of the training
-    tokens: float  # that its steps read
-    accelerators: dict[str, int]  # by kind; "cpu": nodes without any
-    tokens_per_second: Range  # of the whole gang
-    hours: Range  # of wall-clock time
-    accelerator_hours: Range | None  # None: the time is unknown
-    energy_kwh: Range | None  # None: a kind has no [prices] watts
-    price: Range | None  # None: a kind has no price
-    based_on: tuple[str, ...]  # where each figure comes from, in words
+    # of a job as it was submitted; None for other groups
+    estimate: CostEstimate | None = Field(default=None, exclude_if=is_none)
 
 
 class MeshEstimate(Record):

@@ -340,6 +340,8 @@ class TrainingJob(Record):
     history: tuple[JobChange, ...] = ()  # oldest first
     usage: tuple[JobUsage, ...] = ()  # oldest first; the last may go on
     budget_warned: bool = False  # most of the budget is spent, or cannot be counted
+    # of the whole job, as it was submitted; None: nothing said it
+    estimate: CostEstimate | None = Field(default=None, exclude_if=is_none)
 
     @property
     def decision(self) -> JobChange | None:
@@ -362,7 +364,9 @@ class JobView(Record):
     pages: dict[str, str] = {}  # name → URL
     spent: float | None = None  # so far; None: no price, or it held nothing yet
     currency: str = ""
-    estimate: CostEstimate | None = None  # at submission, where something says it
+    estimate: CostEstimate | None = None  # at submission, where something said it
+    hours: float = 0.0  # for which its attempts held nodes so far
+    energy_kwh: float | None = None  # of these; None: a kind has no [prices] watts
 
 
 class JobList(Record):

@@ -22,7 +22,9 @@ from paceline.cli.options import (
 )
 from paceline.config import find_installation
 from paceline.jobs import (
+    HOUR_S,
     By,
+    compared,
     cost_of,
     cost_row,
     costs_of_installation,
@@ -165,10 +167,12 @@ def _show(found: CostsShown, *, one: bool, by: By | None) -> None:
     elif one:
         for each in found.trainings:
             _show_one(each)
+        _show_compared(found.trainings)
     elif by:
-        sums = (by, "trainings", "accelerator-hours", "in steps", "kWh", "hours queued",
-                f"price {found.currency}")  # fmt: skip
-        print_table(sums, [_group_row(each) for each in found.groups])
+        sums = [by, "trainings", "accelerator-hours", "in steps", "kWh", "hours queued",
+                f"price {found.currency}"]  # fmt: skip
+        sums += ["estimated hours", f"estimated {found.currency}"] if by == "job" else []
+        print_table(sums, [_group_row(each)[: len(sums)] for each in found.groups])
     elif found.trainings:
         names = ("run", "model", "team", "state", "day", "steps", "time", "held", "in steps", "kWh",
                  f"price {found.currency}", "per 1k tokens")  # fmt: skip
@@ -198,7 +202,18 @@ def _group_row(each: CostGroup) -> tuple[str, ...]:
     if each.price is not None and each.without_price:
         price += f" and {each.without_price} without"
     figures = (each.accelerator_hours, each.useful_hours, each.energy_kwh, each.queue_hours)
-    return each.name, str(each.trainings), *map(money, figures), price
+    guess = each.estimate
+    expected = (guess and guess.accelerator_hours, guess and guess.price)
+    cells = (money(one.value if one else None, "") for one in expected)
+    return each.name, str(each.trainings), *map(money, figures), price, *cells
+
+
+def _show_compared(attempts: Sequence[TrainingCost]) -> None:
+    """Print what was estimated of the job whose attempts these are, beside what they took."""
+    for each in grouped(attempts, "job"):
+        if each.estimate is not None:
+            hours = sum(attempt.seconds for attempt in attempts) / HOUR_S
+            _lines(compared(each.estimate, hours, each.energy_kwh, each.price))
 
 
 def _show_one(cost: TrainingCost) -> None:

@@ -41,7 +41,7 @@ from paceline.client import (
 )
 from paceline.config import find_installation
 from paceline.errors import PacelineError
-from paceline.jobs import money, range_text
+from paceline.jobs import compared, money, range_text
 from paceline.schemas import (
     JobLogShown,
     JobOutcome,
@@ -379,6 +379,9 @@ def _lines(view: JobView) -> list[str]:
         of = f" of {money(spec.budget)}" if spec.budget else ""
         so_far = money(view.spent if job.usage else 0.0, "not known")
         lines.append(f"  cost        {so_far}{of} {view.currency}")
+    if (guess := view.estimate) is not None:
+        figures = compared(guess, view.hours, view.energy_kwh, view.spent)
+        lines += [f"  {name:<11} {each}" for name, each in figures.items()]
     if (held := job.allocation) is not None:
         said = ", ".join(filter(None, (held.id, held.state, held.reason)))
         lines.append(f"  {held.engine:<11} {said}")

@@ -81,7 +81,7 @@ async function readLog(job, path) {
   box.textContent = text;
   if (atEnd) box.scrollTop = box.scrollHeight;
 }
-function drawJob({job, same_submission, pages, spent, currency}, path) {
+function drawJob({job, same_submission, pages, spent, currency, estimate, hours}, path) {
   const spec = job.spec, report = job.report, place = job.placement, held = job.allocation;
   const metrics = Object.entries(report?.metrics || {}).filter(([name]) => name !== "loss")
     .map(([name, value]) => name.replaceAll("_", " ") + " " + humane(name, value)).join(", ");
@@ -102,8 +102,9 @@ function drawJob({job, same_submission, pages, spent, currency}, path) {
       ["Lost", job.losses ? number(job.losses) + " flow runs" : ""], ["Preempted", job.preemptions ? number(job.preemptions) + " times" : ""],
       [held?.engine === "slurm" ? "Slurm" : "Kubernetes", held && [held.id, held.state, held.reason].filter(Boolean).join(", ")],
       ["Nodes", place && el("span", "", ...Object.keys(place.hosts).sort().slice(0, 50).flatMap(host => [workerLink(host), " "]),
-        place.level === "fleet" ? "in several zones" : "in one " + place.level, ", score " + place.score.toFixed(2))],
+        place.level === "fleet" ? "over the fleet" : "in one " + place.level, ", score " + place.score.toFixed(2))],
       ["Cost", spent !== null || budget ? (job.usage.length ? spent === null ? "not known" : money(spent) : money(0)) + budget + " " + currency : ""],
+      ["Estimated", estimate && money(estimate.hours.value) + " hours" + (estimate.price ? ", " + money(estimate.price.value) + " " + currency : "") + "; " + money(hours) + " hours so far"],
       ["Figures", metrics], ["Same as", same_submission.length ? el("span", "", ...same_submission.flatMap(id =>
         [jobLink(id), " "]), "(identical jobs share one training)") : ""]]));
   fill($("job-more"),
