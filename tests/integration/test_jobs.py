@@ -161,6 +161,7 @@ def resident_agents(stack: Runtime, options: Mapping[str, Sequence[str]], path: 
             each.wait(30)
 
 
+@pytest.mark.timeout(1200)  # with the installation's start, on a busy machine
 def test_gangs_get_the_nodes_that_their_racks_domains_and_labels_say(
     lab: Lab, tmp_path: Path
 ) -> None:

@@ -84,13 +84,14 @@ def test_waits_starts_and_what_is_held(queue: Queue) -> None:
     assert found["job_first_step_seconds_bucket 120.0 nlp"] == 1
     pool = "cpu on-demand"
     assert (found[f"pool_slots {pool}"], found[f"pool_held_slots {pool}"]) == (4, 3)
-    assert found["job_held_slot_seconds_total nlp"] == pytest.approx(180, abs=0.1)
+    assert found["job_held_slot_seconds_total normal nlp"] == pytest.approx(180, abs=0.1)
     queue.ends(first, "COMPLETED")
     queue.look()
     found = metrics_of(queue)
     assert found["job_queue_wait_seconds_count low vision"] == 1
+    assert found["job_useful_slot_seconds_total low vision"] == 0, "from the beginning"
     assert found["job_queue_wait_seconds_sum low vision"] == pytest.approx(61, abs=0.1)
-    assert found["job_held_slot_seconds_total nlp"] == pytest.approx(183, abs=0.1)
+    assert found["job_held_slot_seconds_total normal nlp"] == pytest.approx(183, abs=0.1)
     assert found["jobs_ended_total succeeded nlp"] == 1
     assert queue.state(second) is S.STARTING
 
@@ -116,8 +117,8 @@ def test_losses_by_cause_and_the_work_that_went_with_them(queue: Queue) -> None:
     causes = ("node", "lost-flow", "passing-failure", "preempted")
     assert [found[f"job_losses_total {each} nlp"] for each in causes] == [1, 1, 1, 1]
     assert [found[f"job_losses_total {each} vision"] for each in causes] == [0, 0, 0, 0]
-    assert found["job_useful_slot_seconds_total nlp"] == 60, "from one report to the next"
-    assert found["job_lost_slot_seconds_total nlp"] == 80
+    assert found["job_useful_slot_seconds_total normal nlp"] == 60, "from one report to the next"
+    assert found["job_lost_slot_seconds_total normal nlp"] == 80
     assert [each.cause for each in queue.job(job_id).history if each.cause] == [*causes]
     assert queue.state(high) is S.STARTING
 
@@ -161,7 +162,7 @@ def test_a_new_leader_counts_from_its_own_beginning(queue: Queue) -> None:
     queue.lead()
     queue.now += 10
     found = metrics_of(queue)
-    assert found["job_held_slot_seconds_total nlp"] == pytest.approx(40)
+    assert found["job_held_slot_seconds_total normal nlp"] == pytest.approx(40)
     assert "job_queue_wait_seconds_count normal nlp" not in found
     assert queue.state(job_id) is S.STARTING
 

@@ -31,7 +31,8 @@ READ = {
     "jobs": (("state", "team"), "Training jobs."),
     "job_queue_oldest_seconds": (("team", "priority"),
         "Time for which the gang that waits longest has waited."),
-    "job_held_slot_seconds": (("team",), "Seconds for which jobs held slots, times slots."),
+    "job_held_slot_seconds": (("team", "priority"),
+        "Seconds for which jobs held slots, times slots; priority is low, normal (0) or high."),
     "job_open_losses": (("job",), "Flow runs that an open job has lost; of 100 jobs."),
     "job_quarantined_shards": (("job",),
         "Shards and samples that the training of an open job passed over; of 100 jobs."),
@@ -51,8 +52,9 @@ class JobTotals:
     def __init__(self, began_s: float) -> None:
         self._began_s = began_s
         self._teams: set[str] = set()
+        self._queues: set[tuple[str, str]] = set()  # team and class of priority
         self._hosts: set[str] = set()
-        self._held_s: dict[str, float] = defaultdict(float)  # slot-seconds of ended attempts
+        self._held_s: dict[Labels, float] = defaultdict(float)  # slot-seconds of ended attempts
         self._registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -73,12 +75,12 @@ class JobTotals:
         self._useful = counter(
             "job_useful_slot_seconds",
             "Of these in new steps, before what was lost.",
-            "team",
+            *("team", "priority"),
         )
         self._lost = counter(
             "job_lost_slot_seconds",
             "Of these in steps that no checkpoint had when the job was lost.",
-            "team",
+            *("team", "priority"),
         )
         self._losses = counter(
             "job_losses", "Attempts of jobs that ended early, by cause.", "team", "cause"
@@ -93,22 +95,22 @@ class JobTotals:
 
     def change(self, before: TrainingJob | None, after: TrainingJob) -> None:
         """Count a change of a job that was stored; ``before`` has its last report."""
-        team = self._team(after)
+        queue = team, _ = self._queue(after)
         if before is None or before.state is after.state:
             return
         if before.state.waits and after.state is JobState.ADMITTED:
             waited_s = after.updated_at - before.updated_at
-            self._waits.labels(*_queue(after, team)).observe(max(0.0, waited_s))
+            self._waits.labels(*queue).observe(max(0.0, waited_s))
         if before.state is JobState.STARTING and after.state is JobState.RUNNING and after.usage:
             started_s = after.updated_at - after.usage[-1].since
             self._first_steps.labels(team).observe(max(0.0, started_s))
         if is_held(before) and not is_held(after):
-            self._held_s[team] += self._held(before, after.updated_at)
+            self._held_s[queue] += self._held(before, after.updated_at)
         cause = after.history[-1].cause if after.history else ""
         if cause:
             self._losses.labels(team, cause).inc()
             if cause != "preempted" and before.usage:
-                self._lost.labels(team).inc(max(0.0, lost_s(before)) * before.usage[-1].slots)
+                self._lost.labels(*queue).inc(max(0.0, lost_s(before)) * before.usage[-1].slots)
         if after.state.is_final:
             self._ended.labels(team, after.state.value).inc()
 
@@ -120,7 +122,7 @@ class JobTotals:
             self._count_failures({} if before is None else before.failures, after.failures)
         if before is not None and is_held(job):
             more = after.seconds.get("useful", 0.0) - before.seconds.get("useful", 0.0)
-            self._useful.labels(self._team(job)).inc(max(0.0, more) * job.usage[-1].slots)
+            self._useful.labels(*self._queue(job)).inc(max(0.0, more) * job.usage[-1].slots)
 
     def _count_failures(self, before: Failures, after: Failures) -> None:
         for host, kinds in after.items():
@@ -143,16 +145,17 @@ class JobTotals:
             jobs, lambda job: job.report.quarantined if job.report else 0
         )
         for job in jobs:
-            team, state = self._team(job), job.state
+            queue, state = self._queue(job), job.state
+            team = queue[0]
             found["jobs"][state.value, team] += 1
             if state.waits:
-                _raise_to(found["job_queue_oldest_seconds"], _queue(job, team), now, job.updated_at)
+                _raise_to(found["job_queue_oldest_seconds"], queue, now, job.updated_at)
             if state is JobState.RUNNING:
                 saved = [each.created_at for each in job.report.checkpoints] if job.report else []
                 since = max([job.updated_at, *saved])
                 _raise_to(found["job_checkpoint_age_seconds"], (team,), now, since)
             if is_held(job):
-                found["job_held_slot_seconds"][team,] += self._held(job, now)
+                found["job_held_slot_seconds"][queue] += self._held(job, now)
             taken.update(job.placement.hosts if job.placement is not None else ())
         for host in hosts:
             found["pool_slots"][host.kind, host.pool] += host.slots
@@ -160,7 +163,8 @@ class JobTotals:
         for team in self._teams:
             for each in JobState:
                 found["jobs"][each.value, team] += 0
-            found["job_held_slot_seconds"][team,] += self._held_s[team]
+        for queue in self._queues:
+            found["job_held_slot_seconds"][queue] += self._held_s[queue]
         made = []
         for name, (labels, text) in READ.items():
             kind = CounterMetricFamily if name == "job_held_slot_seconds" else GaugeMetricFamily
@@ -175,6 +179,17 @@ class JobTotals:
         last = job.usage[-1]
         return max(0.0, now - max(last.since, self._began_s)) * last.slots
 
+    def _queue(self, job: TrainingJob) -> tuple[str, str]:
+        """Return the labels of the job's team and priority; each of their counts begins at 0."""
+        priority = job.spec.priority
+        level = "normal" if priority == 0 else "high" if priority > 0 else "low"
+        queue = self._team(job), level
+        if queue not in self._queues:
+            self._queues.add(queue)
+            for counter in (self._useful, self._lost):
+                counter.labels(*queue)
+        return queue
+
     def _team(self, job: TrainingJob) -> str:
         """Return the label of the job's team; each count of a team begins at 0."""
         team = job.spec.team
@@ -182,18 +197,11 @@ class JobTotals:
             return "other"
         if team not in self._teams:
             self._teams.add(team)
-            for counter in (self._useful, self._lost):
-                counter.labels(team)
             for cause in filter(None, get_args(LossCause)):
                 self._losses.labels(team, cause)
             for state in filter(lambda each: each.is_final, JobState):
                 self._ended.labels(team, state.value)
         return team
-
-
-def _queue(job: TrainingJob, team: str) -> Labels:
-    priority = job.spec.priority
-    return team, "normal" if priority == 0 else "high" if priority > 0 else "low"
 
 
 def _of_jobs(
