@@ -177,7 +177,10 @@ def train_model(
             link.admitted()  # no node is here before
         if link.hosts:
             here: dict[str, Any] = {"state_dir": run.state_dir, "run_id": run.run_id}
-            distribute_model(model_id, version, target_workers=link.hosts, activate=False, **here)
+            made = distribute_model(
+                model_id, version, target_workers=link.hosts, activate=False, **here
+            )
+            link.relayed(made.relay)
         manifest = distribute.fetch_model_manifest(run, published_url(run, model_id, version))
         agents = distribute.start_agents.submit(run, link.hosts or None)  # meanwhile
         valid = validate_data(run, snapshot)

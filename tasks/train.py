@@ -206,7 +206,9 @@ def _bring_base(run: Run, job: TrainJob, hosts: list[str]) -> None:
     manifest = run.manifest(url)
     if not holds_everywhere(run, manifest, hosts):
         start_agents.fn(run, hosts)
-        relay.fn(run, manifest, url, hosts, allow_older=True)  # held and not active
+        moved = relay.fn(run, manifest, url, hosts, allow_older=True)  # held and not active
+        if run.job is not None:
+            run.job.relayed(moved)
 
 
 def profile_of(

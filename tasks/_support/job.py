@@ -27,6 +27,7 @@ from paceline.schemas import (
     JobRank,
     JobReport,
     JobState,
+    Moved,
     RankEvent,
     SubmitJob,
     Trained,
@@ -105,7 +106,7 @@ class JobLink:
         self.on_admission: Callable[[], object] = lambda: None  # before a node is busy
         self._flow_run_id = str(flow_run.get_id() or "")
         self._lock = threading.Lock()
-        self._facts: dict[str, Any] = {}
+        self._facts: dict[str, Any] = {"read_bytes": 0, "written_bytes": 0}
         self._times = StepTimes()
         self._ranks: dict[int, JobRank] = {}
         self._failures: dict[str, Counter[str]] = defaultdict(Counter)  # host → kind → times
@@ -160,6 +161,7 @@ class JobLink:
                     self._times, self._ranks = StepTimes(), {}
                     for name in ("waits", "attempt", "step", "steps", "metrics"):
                         self._facts.pop(name, None)
+                    self._facts |= {"read_bytes": 0, "written_bytes": 0}
                 self.preempted.clear()
                 return job.placement
             if job is not None and (job.state.is_final or job.wanted == "cancel"):
@@ -240,9 +242,12 @@ class JobLink:
             if event.event == "checkpoint" and "url" in event.data:
                 metrics = self._facts.get("metrics", {})
                 loss = {"loss": metrics["loss"]} if "loss" in metrics else {}
+                written = int(str(event.data.get("bytes", 0)))
                 made = JobCheckpoint(
-                    step=event.step, object_ref=str(event.data["url"]), metrics=loss, created_at=now
-                )
+                    step=event.step, object_ref=str(event.data["url"]), metrics=loss,
+                    created_at=now, bytes=written,
+                )  # fmt: skip
+                self._facts["written_bytes"] += written
                 self._checkpoints = [*self._checkpoints, made][-8:]
 
     def _take_loss(self, host: str, kind: str) -> None:
@@ -254,6 +259,11 @@ class JobLink:
                 if each.state in ("starting", "running"):
                     self._ranks[number] = each.model_copy(update={"state": "ended"})
         self._news.set()
+
+    def relayed(self, moved: Moved) -> None:
+        """Take in what a relay to the job's hosts read from the object store."""
+        with self._lock:
+            self._facts["read_bytes"] += 0 if moved.reused_result else moved.origin_bytes
 
     def shown(self, name: str, page: str) -> None:
         """Take in where a part of the job can be looked at."""

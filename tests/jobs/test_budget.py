@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from paceline.config import Profile, load_profile
-from paceline.jobs import recorded, used
+from paceline.config import PriceSettings, Profile, load_profile
+from paceline.jobs import cost_of, recorded, used
 from paceline.schemas import KEPT_USAGES, JobCheckpoint, JobState, SubmitJob, TrainingUsage
 from tests.jobs.test_cost import result
 from tests.jobs.test_scheduler import SNAPSHOT, Queue, worker
@@ -128,6 +128,25 @@ def test_each_attempt_has_its_time_by_class(queue: Queue) -> None:
     queue.ends(job_id, "COMPLETED")
     queue.look()
     assert [each.steps for each in queue.job(job_id).usage] == [12, 7]
+
+
+def test_the_ledger_has_bytes_of_the_object_store_while_a_job_runs(queue: Queue) -> None:
+    prices = PriceSettings(per_gb_egress=0.5, per_gb_month=0.25)
+    saved = JobCheckpoint(step=4, object_ref="s3://b/c", created_at=1.0, bytes=2 * 10**9)
+    job_id = queue.submit(2)
+    queue.look()
+    run(queue, job_id, 5, read_bytes=10**9, written_bytes=6 * 10**9, checkpoints=(saved,))
+    (row,) = recorded(queue.table.jobs(), [], queue.now)
+    found = cost_of(row, prices)
+    assert (found.egress, found.storage_a_month, found.written_bytes) == (0.5, 0.5, 6 * 10**9)
+    queue.ends(job_id, "CRASHED")
+    queue.look(2)
+    run(queue, job_id, 5)  # of a flow of an older version
+    newest, lost = recorded(queue.table.jobs(), [], queue.now)
+    assert (lost.egress_bytes, lost.written_bytes) == (10**9, 6 * 10**9)
+    assert (newest.egress_bytes, newest.written_bytes) == (None, None)
+    kept = (newest.checkpoint_bytes, lost.checkpoint_bytes)
+    assert kept == (2 * 10**9, None), "once in all rows of the job"
 
 
 def test_a_finished_attempt_has_the_results_figures_and_the_jobs_time(queue: Queue) -> None:

@@ -18,6 +18,7 @@ from paceline.schemas import (
     JobPlacement,
     JobReport,
     JobState,
+    Moved,
     RankEvent,
     SubmitJob,
     TrainingJob,
@@ -119,6 +120,19 @@ def test_a_flow_run_that_lost_its_job_learns_it_while_it_trains(update: dict[str
         assert not link.superseded.is_set()
         coordinator.job = coordinator.job.model_copy(update=update)
         wait_until(link.superseded.is_set, 10, "it learns that the job is another's")
+
+
+def test_bytes_of_the_object_store_are_reported_while_it_trains() -> None:
+    coordinator = Coordinator("mine")
+    with linked(run_of(coordinator), SPEC, JOB_ID) as link:
+        for reused in (False, True):
+            link.relayed(Moved.model_construct(origin_bytes=700, reused_result=reused))
+        for step in range(1, 11):
+            data = {"url": f"s3://b/{step}", "digest": "0" * 64, "bytes": 50}
+            link.take(RankEvent(event="checkpoint", rank=0, attempt=1, step=step, data=data), 20)
+    last = coordinator.reports[-1]
+    assert (last.read_bytes, last.written_bytes) == (700, 500), "a result found again moved nothing"
+    assert sum(each.bytes for each in last.checkpoints) == 8 * 50, "of those that are listed"
 
 
 def test_steps_are_counted_once_and_their_time_by_class() -> None:

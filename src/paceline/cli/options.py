@@ -93,21 +93,11 @@ purpose_option = click.option(
 )
 
 
-def _by_key(
-    _ctx: click.Context, _option: click.Parameter, given: tuple[str, ...]
-) -> dict[str, str]:
-    pairs = [each.partition("=") for each in given]
-    if wrong := next((each for each in pairs if not each[1]), None):
-        raise click.BadParameter(f"{wrong[0]!r} is not KEY=VALUE, such as pool=a100")
-    return {key: value for key, _, value in pairs}
-
-
 def gang_options(command: F) -> F:
     """Add what a job's gang needs; ``command`` gets it as ``resources``, its defaults left out."""
 
-    @click.option(
-        "--ranks", type=click.IntRange(min=1), help="Of the gang; default: the profile's."
-    )
+    @click.option("--ranks", type=click.IntRange(min=1),
+                  help="Of the gang; default: the profile's.")  # fmt: skip
     @click.option("--ranks-per-node", type=click.IntRange(min=1),
                   help="On each node, at most.")  # fmt: skip
     @click.option("--accelerator", help="Its kind, or a part of its name: a100.")
@@ -116,10 +106,10 @@ def gang_options(command: F) -> F:
     @click.option("--capacity", type=click.Choice(["on-demand", "spot"]),
                   help="Only nodes of this kind.")  # fmt: skip
     @click.option("--within", type=click.Choice(["host", "domain", "rack", "zone", "fleet"]),
-                  default="fleet", show_default=True,
-                  help="What the gang must lie within.")  # fmt: skip
-    @click.option("--label", "node_labels", multiple=True, callback=_by_key, metavar="KEY=VALUE",
-                  help="That each of its nodes has, e.g. pool=a100 (repeatable).")  # fmt: skip
+                  default="fleet", show_default=True, help="It must lie within one.")  # fmt: skip
+    @click.option("--label", "node_labels", multiple=True, metavar="KEY=VALUE",
+                  help="That each of its nodes has (repeatable).",
+                  callback=lambda _, option, given: _pairs(given, option.opts[0]))  # fmt: skip
     @click.option("--queue", help="Slurm's partition, or Kueue's LocalQueue, where these decide.")
     @click.option("--time-limit", "time_limit_s", callback=parsed(seconds), metavar="TIME",
                   help="After which Slurm or Kubernetes takes the nodes back: 12h.")  # fmt: skip
@@ -377,12 +367,12 @@ def job_settings(overrides: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def _pairs(overrides: tuple[str, ...]) -> dict[str, str]:
+def _pairs(overrides: tuple[str, ...], option: str = "--set") -> dict[str, str]:
     pairs: dict[str, str] = {}
     for each in overrides:
         key, equals, value = each.partition("=")
         if not equals or not key:
-            raise InvalidInput("bad --set", got=each, wanted="KEY=VALUE, e.g. cluster.nodes=4")
+            raise InvalidInput(f"bad {option}", got=each, wanted="KEY=VALUE")
         pairs[key.strip()] = value.strip()
     return pairs
 
@@ -482,7 +472,6 @@ def extra_services(state_dir: Path) -> list[ServiceSpec]:
 
 
 # Sizes and speeds, as `units` reads them: click.option("--link", **LINK).
-
 T = TypeVar("T")
 
 

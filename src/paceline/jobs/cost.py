@@ -54,7 +54,7 @@ def cost_of(training: TrainResult | TrainingUsage, prices: PriceSettings) -> Tra
     """Return what ``training`` cost.
 
     Accelerators are paid for the whole time for which the job held their nodes; its classes of time
-    share the price. Data read from the object store, and checkpoints written, are not recorded.
+    share the price. Data that ranks read from the object store are not recorded.
     """
     usage = training if isinstance(training, TrainingUsage) else TrainingUsage.of(training)
     hours = usage.seconds / HOUR_S

@@ -55,6 +55,8 @@ def ended(job: TrainingJob, state: JobState, at: float, cause: LossCause) -> tup
         "steps": report.made_steps if report else 0,
         "began_step": report.began_step if report else None,
         "ended": state,
+        "read_bytes": report.read_bytes if report else None,
+        "written_bytes": report.written_bytes if report else None,
         "flow_run_id": job.flow_run_id or "",
     }
     return _with_unseen_steps((*earlier, last.model_copy(update=update)))
@@ -122,9 +124,15 @@ def _shortened(usages: tuple[JobUsage, ...]) -> tuple[JobUsage, ...]:
         "held_s": (first.held_s or 0.0) + (same[0].held_s or 0.0),
         "by_class": both,
         "steps": first.steps + same[0].steps,
+        "read_bytes": _added(first.read_bytes, same[0].read_bytes),
+        "written_bytes": _added(first.written_bytes, same[0].written_bytes),
         "began_step": first.began_step,
     }
     return tuple(each.model_copy(update=update) if each is same[0] else each for each in others)
+
+
+def _added(one: int | None, other: int | None) -> int | None:
+    return other if one is None else one + (other or 0)
 
 
 # -- costs
@@ -136,6 +144,9 @@ def attempts_of(job: TrainingJob, now: float) -> list[TrainingUsage]:
     for each in reversed(job.usage):
         held_s = max(0.0, now - each.since) if each.held_s is None else each.held_s
         report = report_of(job) if each.held_s is None else None
+        moved = report or each
+        # The checkpoints are the job's: an attempt goes on from those of the one before.
+        saved = job.report.checkpoints if job.report and each is job.usage[-1] else ()
         found.append(
             TrainingUsage(
                 run_id=job.run_id,
@@ -152,6 +163,9 @@ def attempts_of(job: TrainingJob, now: float) -> list[TrainingUsage]:
                 team=job.spec.team,
                 project=job.spec.project,
                 queue_s=each.queued_s,
+                egress_bytes=moved.read_bytes,
+                written_bytes=moved.written_bytes,
+                checkpoint_bytes=sum(one.bytes for one in saved) or None,
                 estimate=job.estimate if each is job.usage[-1] else None,
             )
         )
@@ -179,7 +193,9 @@ def recorded(
 def _finished(attempt: TrainingUsage, result: TrainingUsage) -> TrainingUsage:
     """Return ``result`` as the attempt's: the nodes were held before and after its process."""
     own = ("queued_job_id", "attempt", "state", "team", "project", "queue_s", "accelerators")
-    update = {name: getattr(attempt, name) for name in (*own, "estimate")}
+    update = {name: getattr(attempt, name) for name in (*own, "estimate", "written_bytes")}
+    if attempt.egress_bytes is not None:
+        update["egress_bytes"] = attempt.egress_bytes
     more = max(0.0, attempt.seconds - result.seconds)
     by_class = dict(result.by_class)
     if by_class:

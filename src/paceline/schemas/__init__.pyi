@@ -100,6 +100,7 @@ from .clients import (
     flow_result_key as flow_result_key,
 )
 from .command_results import (
+    SWEEP as SWEEP,
     Changed as Changed,
     CheckpointExported as CheckpointExported,
     CheckpointShown as CheckpointShown,
@@ -120,7 +121,10 @@ from .command_results import (
     Started as Started,
     StatusReport as StatusReport,
     Stopped as Stopped,
+    SweepShown as SweepShown,
     SweepStarted as SweepStarted,
+    SweepTrial as SweepTrial,
+    sweep_key as sweep_key,
 )
 from .cost import (
     TIME_CLASSES as TIME_CLASSES,
@@ -188,7 +192,6 @@ from .jobs import (
     KEPT_CHANGES as KEPT_CHANGES,
     KEPT_USAGES as KEPT_USAGES,
     QUEUED_JOB_ID as QUEUED_JOB_ID,
-    SWEEP as SWEEP,
     AdoptJob as AdoptJob,
     Budget as Budget,
     JobAllocation as JobAllocation,
@@ -213,10 +216,7 @@ from .jobs import (
     ReviewJob as ReviewJob,
     StateLine as StateLine,
     SubmitJob as SubmitJob,
-    SweepShown as SweepShown,
-    SweepTrial as SweepTrial,
     TrainingJob as TrainingJob,
-    sweep_key as sweep_key,
 )
 from .json_schemas import (
     PRINTED as PRINTED,

@@ -9,7 +9,16 @@ from typing import Literal
 
 from pydantic import Field
 
-from paceline.schemas.base import ModelId, Name, PieceHash, Record, Sha256, Text, is_empty
+from paceline.schemas.base import (
+    ModelId,
+    Name,
+    PieceHash,
+    Record,
+    Sha256,
+    Text,
+    digest_of,
+    is_empty,
+)
 from paceline.schemas.clients import ApprovalRequest
 from paceline.schemas.events import DeploymentMoment, WorkerMoment
 from paceline.schemas.plan import Topology
@@ -335,6 +344,42 @@ class KeyShown(Record):
     status: Literal["complete"] = "complete"
     path: str  # of the private key
     public_key: str
+
+
+SWEEP = "sweep"  # the ledger's stage of what sweeps have found
+
+
+def sweep_key(name: str) -> str:
+    """Return the ledger's input digest of what the sweep ``name`` has found."""
+    return digest_of({"sweep": name})
+
+
+class SweepTrial(Record):
+    """A trial of a sweep: the settings that it tried, its job, and what came of it."""
+
+    number: int = Field(ge=0)
+    state: Literal["running", "waiting", "complete", "pruned", "fail"]
+    value: float | None = None  # of the sweep's metric; of a pruned trial the last that it reported
+    parameters: dict[str, object] = {}
+    job_id: str = ""  # "": refused
+    step: int = 0
+    steps: int = 0  # that it would make
+    reason: str = ""  # of a failed trial
+
+
+class SweepShown(Record):
+    """Output of `paceline sweep --json`."""
+
+    status: Literal["complete"] = "complete"
+    name: str
+    run_id: str = ""  # of its run in MLflow; "": it has none
+    metric: str
+    maximize: bool
+    trials: tuple[SweepTrial, ...]
+    left_out: int = 0  # trials that are not in ``trials``, because the record would be too large
+    best: SweepTrial | None
+    importance: dict[str, float] = {}  # of each parameter, together 1; {}: too few trials
+    reproduce: str = ""  # the command that trains the best again
 
 
 class SweepStarted(Record):

@@ -73,6 +73,8 @@ class TrainingUsage(Record):
     epoch_tokens: int | None = None  # of one epoch of the data
     checkpoint_bytes: int | None = None  # of the generations that were kept
     egress_bytes: int | None = None  # that relays of the same run read from the object store
+    # as checkpoints to the object store, by this attempt, those that are gone too
+    written_bytes: int | None = Field(default=None, exclude_if=is_none)
     queued_job_id: str = ""  # tj-…; "": no job of the queue is recorded for it
     attempt: int = 0  # of that job
     state: str = ""  # of an attempt: what the job became, or is

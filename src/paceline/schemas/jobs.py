@@ -16,6 +16,7 @@ from paceline.config import CheckpointSettings
 from paceline.schemas.access import Team
 from paceline.schemas.base import (
     RUN_ID,
+    Count,
     ModelId,
     Name,
     Record,
@@ -232,6 +233,7 @@ class JobCheckpoint(Record):
     object_ref: Text = Field(max_length=1100)  # the URL of its directory
     metrics: dict[str, float] = Field(default={}, max_length=20)  # of that step, by name
     created_at: float
+    bytes: int = Field(default=0, ge=0, exclude_if=is_empty)  # of its files; 0: not recorded
 
 
 Page = Annotated[Text, StringConstraints(pattern=r"^https?://[!-~]+$", max_length=2000)]
@@ -254,6 +256,9 @@ class JobReport(Record):
     began_step: int | None = Field(default=None, ge=0, exclude_if=is_none)
     # of this flow run so far: useful, data_wait, checkpoint, recovery
     seconds: dict[str, float] = Field(default={}, max_length=10)
+    # of the object store, by this flow run so far; None: of an older version
+    read_bytes: Count | None = Field(default=None, exclude_if=is_none)  # by its relays
+    written_bytes: Count | None = Field(default=None, exclude_if=is_none)  # as checkpoints
     metrics: dict[str, float] = Field(default={}, max_length=100)  # of the last step
     checkpoints: tuple[JobCheckpoint, ...] = Field(default=(), max_length=32)  # newest last
     workers: tuple[JobRank, ...] = Field(default=(), max_length=4096)  # each rank of the gang
@@ -301,6 +306,9 @@ class JobUsage(Record):
     steps: int = 0  # made, each counted once
     began_step: int | None = Field(default=None, exclude_if=is_none)  # as its report says
     ended: JobState | None = None  # what the job became
+    # of the object store, as its last report says; None: of an older version
+    read_bytes: Count | None = Field(default=None, exclude_if=is_none)  # by its relays
+    written_bytes: Count | None = Field(default=None, exclude_if=is_none)  # as checkpoints
     # of which its log is; "": it holds its hosts still (then it is the job's own), or had none
     flow_run_id: Text = Field(default="", max_length=64, exclude_if=is_empty)
 
@@ -459,39 +467,3 @@ class JobLogLine(
     RootModel[Annotated[LogLine | StateLine | JobOutcome, Field(discriminator="kind")]]
 ):
     """One line of `paceline jobs logs --follow --json`."""
-
-
-SWEEP = "sweep"  # the ledger's stage of what sweeps have found
-
-
-def sweep_key(name: str) -> str:
-    """Return the ledger's input digest of what the sweep ``name`` has found."""
-    return digest_of({"sweep": name})
-
-
-class SweepTrial(Record):
-    """A trial of a sweep: the settings that it tried, its job, and what came of it."""
-
-    number: int = Field(ge=0)
-    state: Literal["running", "waiting", "complete", "pruned", "fail"]
-    value: float | None = None  # of the sweep's metric; of a pruned trial the last that it reported
-    parameters: dict[str, object] = {}
-    job_id: str = ""  # "": refused
-    step: int = 0
-    steps: int = 0  # that it would make
-    reason: str = ""  # of a failed trial
-
-
-class SweepShown(Record):
-    """Output of `paceline sweep --json`."""
-
-    status: Literal["complete"] = "complete"
-    name: str
-    run_id: str = ""  # of its run in MLflow; "": it has none
-    metric: str
-    maximize: bool
-    trials: tuple[SweepTrial, ...]
-    left_out: int = 0  # trials that are not in ``trials``, because the record would be too large
-    best: SweepTrial | None
-    importance: dict[str, float] = {}  # of each parameter, together 1; {}: too few trials
-    reproduce: str = ""  # the command that trains the best again

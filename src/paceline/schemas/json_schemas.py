@@ -74,7 +74,7 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "job": jobs.JobShown,
     "job-log": jobs.JobLogShown,
     "job-log-line": jobs.JobLogLine,
-    "sweep": jobs.SweepShown,
+    "sweep": command_results.SweepShown,
     "sweep-started": command_results.SweepStarted,
     "checkpoints": command_results.CheckpointsShown,
     "checkpoint-export": command_results.CheckpointExported,

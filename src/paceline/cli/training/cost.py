@@ -237,6 +237,7 @@ def _show_one(cost: TrainingCost) -> None:
         "energy": f"{money(cost.energy_kwh)} kWh",
         "egress": _bytes(cost.egress_bytes, cost.egress),
         "checkpoints": _bytes(cost.checkpoint_bytes, cost.storage_a_month, " a month"),
+        "written": MISSING if cost.written_bytes is None else size(cost.written_bytes),
     })  # fmt: skip
     for each in cost.unknown:
         notice(each)

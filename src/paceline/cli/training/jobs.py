@@ -56,7 +56,7 @@ from paceline.schemas import (
     TrainingJob,
 )
 from paceline.text import printable, shortened
-from paceline.units import duration, moment
+from paceline.units import duration, moment, size
 
 
 @click.group(cls=Group)
@@ -394,6 +394,12 @@ def _lines(view: JobView) -> list[str]:
         rate = report.metrics.get("tokens_per_second")
         speed = f", {rate:,.0f} tokens/s" if rate else ""
         lines.append(f"  progress    step {_progress(job) or report.step}{speed}")
+        if report.read_bytes is not None:
+            kept = sum(each.bytes for each in report.checkpoints)
+            lines.append(
+                f"  store       {size(report.read_bytes)} read by relays, "
+                f"{size(report.written_bytes or 0)} written, {size(kept)} kept as checkpoints"
+            )
         if report.training_id:
             lines.append(f"  training    {report.training_id}")
         if report.report_digest:
