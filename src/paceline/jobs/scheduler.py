@@ -49,7 +49,7 @@ LAST_CALL_S = 15.0
 RETRY_S = 5.0  # after a start that Prefect could not make
 CANCEL_RETRY_S = 10.0
 LATE_S = 60.0  # until a Prefect worker should have taken a flow run
-LOST_S = 30.0  # without a report of a flow that has reported
+LOST_S = 30.0  # without a report of a flow that has reported, or was cancelled before it began
 # The same of one that never has: its first report needs 14 CPU-seconds after the start. Before, a
 # Prefect worker may pull an image of gigabytes: it is PENDING then.
 START_LOST_S = 300.0
@@ -174,6 +174,9 @@ class JobScheduler(RepeatedTask):
             again = {"adopted": True, "flow_run_id": job.flow_run_id, "attempt": job.attempt + 1}
             self._preempt(job, **again)
         elif why := self._why_lost(job, state, silent_s if report or job.adopted else None):
+            if state in ENDING and report is None and job.wanted != "run" and not job.adopted:
+                self._ended(job, "cancelled", why)
+                return
             if job.flow_run_id and self._flows is not None:
                 with contextlib.suppress(PacelineError):  # it may be gone, and Prefect away
                     self._flows.cancel(job.flow_run_id)
@@ -202,7 +205,10 @@ class JobScheduler(RepeatedTask):
         silent_s = now - self._silent[flow_run_id][1]
         if state == GONE:
             return "Prefect does not have its flow run any more" if silent_s > LOST_S else ""
-        if silent_s <= (PENDING_LOST_S if state == "PENDING" else START_LOST_S):
+        # One that is cancelled before it began is cancelled by no runner: Prefect refuses to start
+        # it, and shows it as Cancelling for five minutes. It holds no node, as it never reported.
+        limits_s = {"PENDING": PENDING_LOST_S, "CANCELLING": LOST_S}
+        if silent_s <= limits_s.get(state, START_LOST_S):
             return ""
         return f"its flow has never reported, and is {state} in Prefect since {silent_s:.0f} s"
 
