@@ -19,6 +19,7 @@ from typing import Any
 from prefect.runtime import flow_run
 
 from paceline.errors import Cancelled, Conflict, PacelineError
+from paceline.jobs import POINTS
 from paceline.schemas import (
     AdoptJob,
     Evaluated,
@@ -39,7 +40,8 @@ from paceline.tasks._support.run import Run
 logger = logging.getLogger(__name__)
 
 REPORT_S = 5.0
-NEWS_S = 1.0  # between two reports where ranks start, fail or go on again
+# between two reports where ranks start, fail or go on again, or a trial comes to another point
+NEWS_S = 1.0
 WAIT_S = 2.0
 RESERVED_S = 60.0  # for the queue to record which flow run it started
 SHOWN_RANKS = 4096
@@ -238,6 +240,9 @@ class JobLink:
                     for key, value in event.data.items()
                     if isinstance(value, int | float) and not isinstance(value, bool)
                 }
+                before = self._facts.get("step", 0) * POINTS // (steps or 1)
+                if self.sweep and event.step * POINTS // (steps or 1) > before:
+                    self._news.set()  # where its sweep may prune it
                 self._facts |= {"step": event.step, "steps": steps, "metrics": figures}
             if event.event == "checkpoint" and "url" in event.data:
                 metrics = self._facts.get("metrics", {})

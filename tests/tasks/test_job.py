@@ -122,6 +122,22 @@ def test_a_flow_run_that_lost_its_job_learns_it_while_it_trains(update: dict[str
         wait_until(link.superseded.is_set, 10, "it learns that the job is another's")
 
 
+def test_a_trial_reports_at_each_point_where_its_sweep_may_prune_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(job_module, "REPORT_S", 300.0)
+    monkeypatch.setattr(job_module, "NEWS_S", 0.01)
+    coordinator = Coordinator("mine")
+    spec = SPEC.model_copy(update={"sweep": new_run_id()})
+    coordinator.job = coordinator.job.model_copy(update={"spec": spec})
+    with linked(run_of(coordinator), spec, JOB_ID) as link:
+        for step in (1, 100, 200):  # the first tells that the rank runs
+            data = {"loss": 1.0, "worker_id": "node-0"}
+            link.take(RankEvent(event="step", rank=0, attempt=1, step=step, data=data), 1600)
+            reached = lambda step=step: step in [each.step for each in coordinator.reports]  # noqa: E731
+            wait_until(reached, 10, f"step {step} is reported")
+
+
 def test_bytes_of_the_object_store_are_reported_while_it_trains() -> None:
     coordinator = Coordinator("mine")
     with linked(run_of(coordinator), SPEC, JOB_ID) as link:

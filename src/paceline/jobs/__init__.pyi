@@ -64,6 +64,7 @@ from .states import NEXT as NEXT, changed as changed, require_open as require_op
 from .step_model import StepModel as StepModel
 from .sweeps import (
     COLUMNS as COLUMNS,
+    POINTS as POINTS,
     Search as Search,
     Sweep as Sweep,
     page_of as page_of,

@@ -2,6 +2,7 @@ from .page import COLUMNS as COLUMNS, page_of as page_of, trial_row as trial_row
 from .search_space import Search as Search, Sweep as Sweep, read_space as read_space
 from .study import (
     HELD_S as HELD_S,
+    POINTS as POINTS,
     held as held,
     opened as opened,
     stored_run_id as stored_run_id,
