@@ -161,6 +161,7 @@ def resident_agents(stack: Runtime, options: Mapping[str, Sequence[str]], path: 
             each.wait(30)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)  # with the installation's start, on a busy machine
 def test_gangs_get_the_nodes_that_their_racks_domains_and_labels_say(
     lab: Lab, tmp_path: Path
@@ -304,6 +305,7 @@ def test_a_key_finds_its_job_and_a_team_sees_to_its_own(lab: Lab) -> None:
     lab.becomes(hold, JobState.CANCELLED)
 
 
+@pytest.mark.nightly
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)  # with the installation's start, on a busy machine
 def test_jobs_are_preempted_killed_paused_and_lose_no_step(lab: Lab) -> None:
