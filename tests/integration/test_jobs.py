@@ -306,7 +306,6 @@ def test_a_key_finds_its_job_and_a_team_sees_to_its_own(lab: Lab) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.nightly
 @pytest.mark.timeout(1200)  # with the installation's start, on a busy machine
 def test_jobs_are_preempted_killed_paused_and_lose_no_step(lab: Lab) -> None:
     low = lab.submit("--ranks", "4", "--name", "low", steps=300)
