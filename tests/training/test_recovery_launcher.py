@@ -18,8 +18,15 @@ import psutil
 import pytest
 
 from paceline.errors import Cancelled, InvalidInput
-from paceline.training import Deadlines, GangMember, GangResult, GangSupervisor, LocalLauncher
-from paceline.training.launcher import MetadataWatcher, launcher_argv, local, ports
+from paceline.training import (
+    Deadlines,
+    GangMember,
+    GangResult,
+    GangSupervisor,
+    LocalLauncher,
+    identity,
+)
+from paceline.training.launcher import MetadataWatcher, launcher_argv, local
 
 pytestmark = pytest.mark.xdist_group("gangs")
 
@@ -128,7 +135,7 @@ def test_a_frozen_rank_is_found_and_the_stacks_of_all_are_kept(kept: LocalLaunch
 def test_a_step_much_longer_than_those_before_it_hangs(
     kept: LocalLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ports, "STEP_AT_LEAST_S", 2.0)
+    monkeypatch.setattr(identity, "STEP_AT_LEAST_S", 2.0)
     with opened(kept, deadlines=Deadlines(start_s=30, step_s=600)) as gangs:
         story = run(gangs, {"all": {"wait_s": 30}})
     assert story.result.hung

@@ -16,6 +16,8 @@ from paceline.config import DataSettings, Profile, TrainingSettings
 from paceline.schemas import TaskSize, TrainJob, digest_of
 
 # Settings that change speed or placement, not the result.
+SLOWER = 20  # times the slowest of the newest steps: one that takes longer hangs
+STEP_AT_LEAST_S = 60.0
 BASE_BYTES_S = 100e6  # of the base model's files: a slow disk, or object store
 _RESULT_NEUTRAL_SETTINGS = {
     "ranks",
@@ -59,6 +61,17 @@ def result_data_settings(data: DataSettings) -> dict[str, Any]:
 def base_margin_s(job: TrainJob) -> float:
     """Return what reading or writing the base may take beyond a deadline of ``job``."""
     return job.base_bytes / BASE_BYTES_S
+
+
+def step_deadline_s(most_s: float, slowest_s: float) -> float:
+    """Return after how long a step hangs; ``slowest_s``: of the newest steps, 0: there is none."""
+    usual_s = max(STEP_AT_LEAST_S, SLOWER * slowest_s) if slowest_s else most_s
+    return min(most_s, usual_s)
+
+
+def slowest_step_s(before_s: float, took_s: float) -> float:
+    """Return the slowest of the newest steps; one of long ago fades."""
+    return max(took_s, 0.9 * before_s)
 
 
 def config_digest(job: TrainJob) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import Cancelled, PacelineError
+from paceline.training.identity import slowest_step_s
 from paceline.training.launcher.ports import GangMember, GangResult, LineHandler
 from paceline.training.loop import STOPPED_EXIT, waits_for_peers
 
@@ -210,7 +211,7 @@ class Attempt:
         if not kind:
             took_s = line.get("data", {}).get("step_seconds")
             if line.get("event") == "step" and isinstance(took_s, float):
-                self._slowest_s = max(took_s, 0.9 * self._slowest_s)  # one of long ago fades
+                self._slowest_s = slowest_step_s(self._slowest_s, took_s)
             if self._on_event is not None:
                 self._on_event(dict(line))
         elif kind == "store":

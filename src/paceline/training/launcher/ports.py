@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from paceline.schemas import TrainJob
-from paceline.training.identity import base_margin_s
+from paceline.training.identity import base_margin_s, step_deadline_s
 from paceline.training.loop import STOPPED_EXIT
 
-SLOWER = 20  # times the slowest of the newest steps: one that takes longer hangs
-STEP_AT_LEAST_S = 60.0
 LONG_PHASES = ("saving", "exporting", "evaluating")
 
 LineHandler = Callable[[dict[str, Any]], None]
@@ -119,8 +117,7 @@ class Deadlines:
     def of(self, phase: str, slowest_s: float = 0.0) -> float:
         """Return the deadline of ``phase``; ``slowest_s``: of the newest steps, 0: none."""
         if phase == "step":
-            usual_s = max(STEP_AT_LEAST_S, SLOWER * slowest_s) if slowest_s else self.step_s
-            return min(self.step_s, usual_s)
+            return step_deadline_s(self.step_s, slowest_s)
         return self.checkpoint_s if phase in LONG_PHASES else self.start_s
 
 

@@ -22,6 +22,8 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from paceline.training.identity import slowest_step_s, step_deadline_s
+
 if TYPE_CHECKING:
     from paceline.training.loop import StepReport
 
@@ -77,6 +79,7 @@ class RankMetrics(Collector):
     _slow: dict[int, float] = field(default_factory=dict)
     _quarantined: int = 0
     _interval_s: float | None = None
+    _slowest_s: float = 0.0
 
     def __post_init__(self) -> None:
         # Before the first step or checkpoint, their ages count from the start.
@@ -102,6 +105,7 @@ class RankMetrics(Collector):
         }  # fmt: skip
         self._step = report.step
         self._steps += 1
+        self._slowest_s = slowest_step_s(self._slowest_s, report.figures.get("step_seconds", 0.0))
         self._skipped += not report.taken
         figures = report.figures
         self._tokens += figures.get("tokens_per_second", 0.0) * figures.get("step_seconds", 0.0)
@@ -118,14 +122,14 @@ class RankMetrics(Collector):
         """Yield the metrics of the newest step."""
         names, values = list(self.labels), list(self.labels.values())
         leads = self.labels.get("rank", "0") == "0"
-        shown = self._figures
+        shown, deadline_s = self._figures, step_deadline_s(self.step_deadline_s, self._slowest_s)
         for key, (name, text) in (_GAUGES if leads else _OF_RANK).items():
             if key in shown:
                 yield _gauge(name, text, names, values, shown[key])
         for name, text, value in (
             ("step", "Steps of the job so far.", float(self._step)),
             ("last_step_timestamp_seconds", "When the newest step ended.", self._stepped_at),
-            ("step_deadline_seconds", "How long a step may take.", self.step_deadline_s),
+            ("step_deadline_seconds", "How long a step may take.", deadline_s),
             ("quarantined_shards", "Shards or samples passed over as bad.", self._quarantined),
         ):
             yield _gauge(name, text, names, values, value)
