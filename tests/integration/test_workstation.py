@@ -36,6 +36,6 @@ def test_a_workstation_brings_its_own_text_to_a_champion(tmp_path: Path) -> None
     try:
         shown = typed("lifecycle", "--data", str(texts), "--set", "training.learning_rate=0.01")
         assert "1 worker" in shown
-        assert "champion" in typed("status")
+        assert " 2  complete 100%, 1 of 1 workers complete, active" in typed("status")
     finally:
         typed("down")
