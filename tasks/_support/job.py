@@ -196,6 +196,8 @@ class JobLink:
         until = time.monotonic() + RESERVED_S
         while True:
             job = self._run.retry(self._call)
+            if job.wanted == "cancel":
+                raise Cancelled("the job is cancelled", where=job.job_id)
             if job.flow_run_id == self._flow_run_id and job.placement is not None:
                 self.placement = job.placement
                 self.user = job.spec.team, job.spec.project

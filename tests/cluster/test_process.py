@@ -162,6 +162,7 @@ def test_a_process_lost_with_its_node_says_so(connected: Fleet) -> None:
     [
         ("", "127.0.0.1,localhost,::1"),
         ("s3.corp, .intra", "127.0.0.1,localhost,::1,s3.corp,.intra"),
+        ("[::1],fd00::/8,10.0.0.0/8", "127.0.0.1,localhost,::1,10.0.0.0/8"),
         ("*", "*"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import yaml
 
 from paceline.evaluation import model_card
@@ -54,6 +55,24 @@ def test_it_names_data_figures_and_how_to_reproduce_them() -> None:
     candidate = passing().score("candidate")
     assert candidate is not None
     assert f"| candidate | {candidate.bits_per_byte.value:.4f} |" in card
+
+
+@pytest.mark.parametrize(
+    "front",
+    [
+        "license: [" * 3000,
+        "license: !!int x",
+        "date: 2024-13-45\nlicense: {a: b}",
+        "a: &a [x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a]\nlicense: [*b,*b,*b,*b,*b,*b]",
+        "license: " + 5000 * "x",
+    ],
+)
+def test_a_hostile_card_of_the_base_adds_nothing(front: str) -> None:
+    base = f"---\n{front}\n---\n# Base\n"
+    card = model_card(evaluation(), trained(), base, is_pretrained=True)
+    assert len(card) < 10_000
+    if "!!int" not in front:
+        assert "that of the base model, whose card names none" in card
 
 
 def test_the_same_records_give_the_same_bytes_whatever_they_took() -> None:

@@ -86,6 +86,9 @@ def test_short_rows_share_a_batch_where_the_vocabulary_is_large() -> None:
     model: Any = SimpleNamespace(
         vocabulary=151_936, piece=1024, context=1024, device=torch.device("cpu"), network=None
     )
+    wide = SimpleNamespace(**(vars(model) | {"context": 32768}))
+    for its in (model, wide):  # logits of a piece stay within the limit
+        assert max(map(len, serving.in_batches(its, [60] * 40, int))) == 17
     batches = serving.in_batches(model, [60] * 40 + [1024, 3, 500], int)
     assert batches == [[3, *[60] * 16], [60] * 17, [60] * 7, [500], [1024]]
     assert serving.threads_for(model, 64) == 1, "so each operation gets all cores"

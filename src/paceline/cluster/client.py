@@ -41,6 +41,7 @@ CONNECT_TIMEOUT_S = 15.0
 HANDSHAKES = 3
 RETURN_DEADLINE_S = 15.0  # a lost worker restarts within a second or two, unless its node is gone
 TICK_S = 0.25
+LAPSE_S = 15.0  # in which the nodes that the scheduler named last count, where it does not answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ class Fleet:
     def __init__(self, runtime: Runtime, client: Any) -> None:
         self.runtime = runtime
         self._client = client
-        self._last_known: dict[str, dict[str, Any]] = {}
+        self._last_known: tuple[float, dict[str, dict[str, Any]]] = (float("-inf"), {})
 
     @classmethod
     def connect(cls, runtime: Runtime, *, timeout_s: float = CONNECT_TIMEOUT_S) -> Fleet:
@@ -271,9 +272,13 @@ class Fleet:
         # Not `scheduler_info`: what it returns is replaced every 2 s by an answer without workers,
         # by a timer of the client's own thread, so that all nodes seem to have died.
         async def ask() -> dict[str, dict[str, Any]]:
-            with contextlib.suppress(OSError):  # a lapse; what waits has deadlines of its own
-                self._last_known = (await self._client.scheduler.identity(n_workers=-1))["workers"]
-            return self._last_known
+            try:
+                found = await self._client.scheduler.identity(n_workers=-1)
+                self._last_known = time.monotonic(), found["workers"]
+            except OSError:
+                if time.monotonic() - self._last_known[0] > LAPSE_S:
+                    raise
+            return self._last_known[1]
 
         with _translated(self.runtime.endpoints.scheduler_address):
             found: dict[str, dict[str, Any]] = self._client.sync(ask)

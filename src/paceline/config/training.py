@@ -148,9 +148,9 @@ class GuardSettings(Settings):
     failures_per_host: int = Field(default=2, ge=1)  # then the host is excluded
     # each part of a start takes this at most, the first step too; and 1 s for 100 MB of the base
     start_deadline_s: float = Field(default=600.0, gt=0)
-    # a rank hangs whose step takes longer, or 20 times as long as the slowest of the newest
-    # ones (60 s at the least): the gang restarts
-    step_deadline_s: float = Field(default=1800.0, gt=0)
+    # a rank whose step takes longer hangs: the gang restarts; None: 20 times the slowest of the
+    # newest steps, 60 s to half an hour
+    step_deadline_s: float | None = Field(default=None, gt=0)
     # a save, export or evaluation hangs that takes longer, and 1 s for 100 MB of the base: the gang
     # restarts
     checkpoint_deadline_s: float = Field(default=600.0, gt=0)

@@ -36,7 +36,7 @@ def card_text(
     import yaml
 
     known = _metadata(base_card)
-    facts: dict[str, Any] = {each: known[each] for each in INHERITED if each in known}
+    facts: dict[str, Any] = {each: known[each] for each in INHERITED if _is_plain(known.get(each))}
     facts |= {"base_model": base_model} if base_model else {}
     if is_pretrained:
         facts |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
@@ -78,6 +78,13 @@ def read_card(*paths: Path) -> str:
     return ""
 
 
+def _is_plain(value: object) -> bool:
+    """Return whether ``value`` is a short text, or a list of some: aliases of YAML may stand for
+    gigabytes."""
+    its = value if isinstance(value, list) else [value]
+    return 0 < len(its) <= 100 and all(isinstance(e, str) and 0 < len(e) <= 500 for e in its)
+
+
 def _metadata(card: str) -> Mapping[str, Any]:
     """Return what stands in ``card`` between its first two lines of ``---``; {} where nothing."""
     import yaml
@@ -86,7 +93,7 @@ def _metadata(card: str) -> Mapping[str, Any]:
     if len(parts) < 3 or parts[0].strip():
         return {}
     try:
-        found = yaml.safe_load(parts[1])
-    except yaml.YAMLError:
+        found = yaml.load(parts[1], yaml.BaseLoader)  # noqa: S506 - makes texts, lists and dicts
+    except (yaml.YAMLError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

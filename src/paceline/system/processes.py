@@ -88,6 +88,9 @@ def without_proxy_to_loopback() -> dict[str, str]:
     loopback, beside the hosts that they leave out already. Clients that read them know no networks.
     """
     named = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-    hosts = dict.fromkeys(["127.0.0.1", "localhost", "::1", *named.replace(" ", "").split(",")])
-    value = "*" if "*" in hosts else ",".join(filter(None, hosts))
+    given = [each.strip(" []") for each in named.split(",")]
+    # httpx reads the last ":" of a network of IPv6 as one before a port, and raises
+    given = [each for each in given if each and not ("/" in each and each.count(":") > 1)]
+    hosts = dict.fromkeys(["127.0.0.1", "localhost", "::1", *given])
+    value = "*" if "*" in hosts else ",".join(hosts)
     return {"NO_PROXY": value, "no_proxy": value}

@@ -4,7 +4,7 @@ import {$, ROWS, action, api, el, facts, fill, link, may, more, number, pill, se
   when} from "./common.js";
 
 const APPROVALS = "/approvals", LOOKS = {approved: "complete", rejected: "failed", expired: "cancelled"};
-let record = null, seen = ""; // GET /approvals/RUN of the one that is shown, and what it was requested for
+let record = null, seen = "", shown = ""; // GET /approvals/RUN of the one that is shown, and what it was requested for
 
 const askers = names => names?.join(", ") || "the installation";
 const until = at => when(at) + (at * 1000 > Date.now() ? ", in " + seconds(at - Date.now() / 1000) : "");
@@ -22,19 +22,25 @@ export async function pollApprovals() {
   } catch (error) { fill($("approval-list"), el("p", "reason", error.message)); }
 }
 export async function pollApproval(run) {
+  shown = run;
   const path = APPROVALS + "/" + encodeURIComponent(run);
   try {
-    const waiting = await api(APPROVALS), request = waiting.approvals.find(each => each.run_id === run);
+    const waiting = await api(APPROVALS);
+    if (run !== shown) return; // another one is looked at meanwhile
+    const request = waiting.approvals.find(each => each.run_id === run);
     const asked = run + (request?.evidence_digest || "");
     if (asked !== seen || !record?.evidence) { // the evidence is read again where something else waits, or nothing
-      record = await api(path).catch(error => {
+      const found = await api(path).catch(error => {
         if (!request) throw error;
         return {status: "waiting", request, submitters: waiting.submitters?.[run], no_evidence: error.message, refused: true};
       });
+      if (run !== shown) return;
+      record = found;
       seen = asked;
     }
     draw(record, path);
   } catch (error) {
+    if (run !== shown) return;
     seen = "";
     fill($("approval"), el("h2", "", "Promotion of ", el("span", "as-is", run)), el("p", "reason", error.message));
   }

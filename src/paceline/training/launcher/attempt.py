@@ -75,7 +75,7 @@ class Attempt:
         self._stopping: float | None = None  # grace period of the stop order, in seconds
         self._stop_at = float("inf")  # when a stop order is overdue
         self._store_error = ""
-        self._slowest_s = 0.0  # of the newest steps
+        self._slowest_s: dict[int, float] = {}  # by rank, of its newest steps
         self._looked_at = time.monotonic()
 
     def start(self, text: str) -> Fault | None:
@@ -211,7 +211,8 @@ class Attempt:
         if not kind:
             took_s = line.get("data", {}).get("step_seconds")
             if line.get("event") == "step" and isinstance(took_s, float):
-                self._slowest_s = slowest_step_s(self._slowest_s, took_s)
+                before_s = self._slowest_s.get(line["rank"], 0.0)
+                self._slowest_s[line["rank"]] = slowest_step_s(before_s, took_s)
             if self._on_event is not None:
                 self._on_event(dict(line))
         elif kind == "store":
@@ -313,7 +314,7 @@ class Attempt:
         state = guilty.state
         phase, since = state["phase"], state["since_s"]
         how = " (it is stopped)" if state["stopped"] else ""
-        limit = self._gangs.deadlines.of(phase, self._slowest_s)
+        limit = self._deadline(phase)
         return Fault(
             guilty,
             f"hung in phase {phase!r} at step {state['step']}: nothing for {since:.1f} s of "
@@ -322,8 +323,11 @@ class Attempt:
             suspects=suspects,
         )
 
+    def _deadline(self, phase: str) -> float:
+        return self._gangs.deadlines.of(phase, max(self._slowest_s.values(), default=0.0))
+
     def _is_late(self, state: Mapping[str, Any]) -> bool:
-        deadline = self._gangs.deadlines.of(state["phase"], self._slowest_s)
+        deadline = self._deadline(state["phase"])
         late = state["running_s"] if state["phase"] == "starting" else state["since_s"]
         frozen = state["stopped"] and state["silent_s"] > min(STOPPED_S, deadline)
         return bool(frozen) or late > deadline or state["silent_s"] > deadline

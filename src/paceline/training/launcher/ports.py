@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from paceline.schemas import TrainJob
-from paceline.training.identity import base_margin_s, step_deadline_s
+from paceline.training.identity import base_margin_s, start_deadline_s, step_deadline_s
 from paceline.training.loop import STOPPED_EXIT
 
 LONG_PHASES = ("saving", "exporting", "evaluating")
@@ -101,17 +101,17 @@ class Deadlines:
     """Deadlines of a rank in seconds: first step, each step, and save, export or evaluation."""
 
     start_s: float = 120.0
-    step_s: float = 60.0
+    step_s: float | None = 60.0  # None: by the slowest of the newest steps
     checkpoint_s: float = 600.0
 
     @classmethod
     def of_job(cls, job: TrainJob) -> Deadlines:
         """Return the deadlines of ``job``: a larger base takes longer to read and write."""
-        guard, more_s = job.settings.guard, base_margin_s(job)
+        guard = job.settings.guard
         return cls(
-            start_s=guard.start_deadline_s + more_s,
+            start_s=start_deadline_s(job),
             step_s=guard.step_deadline_s,
-            checkpoint_s=guard.checkpoint_deadline_s + more_s,
+            checkpoint_s=guard.checkpoint_deadline_s + base_margin_s(job),
         )
 
     def of(self, phase: str, slowest_s: float = 0.0) -> float:

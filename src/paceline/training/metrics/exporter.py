@@ -68,7 +68,7 @@ class RankMetrics(Collector):
     """Collector of a rank's newest values; a scrape converts them into metrics."""
 
     labels: Mapping[str, str]
-    step_deadline_s: float = 0.0
+    step_deadline_s: float | None = None
     clock: Callable[[], float] = time.time
     _figures: dict[str, float] = field(default_factory=dict)
     _step: int = 0
@@ -175,7 +175,9 @@ def _gauge(
 class Exporter(RankMetrics):
     """Serves a rank's metrics until it is closed; ``take`` is the loop's ``on_step`` callback."""
 
-    def __init__(self, labels: Mapping[str, str], targets: Path, *, step_deadline_s: float) -> None:
+    def __init__(
+        self, labels: Mapping[str, str], targets: Path, *, step_deadline_s: float | None
+    ) -> None:
         super().__init__(labels, step_deadline_s)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)

@@ -29,7 +29,7 @@ from paceline.config import TrainingSettings
 from paceline.data import PlannedStream
 from paceline.errors import CorruptData, PeerLost, TemporaryError
 from paceline.training.checkpoint import Checkpointer, TrainState
-from paceline.training.identity import base_margin_s
+from paceline.training.identity import start_deadline_s
 from paceline.training.loop import (
     CPU,
     FOLLOWER_REPORT_S,
@@ -256,8 +256,7 @@ class _ServingRank:
 
     def _follow(self, meeting: Rendezvous) -> str:
         self._events.enter("following")
-        job = self._its.job  # rank 0 is still loading
-        deadline_s = job.settings.guard.start_deadline_s + base_margin_s(job)
+        deadline_s = start_deadline_s(self._its.job)  # rank 0 is still loading
         reported = False
 
         def on_frame() -> None:
@@ -439,7 +438,7 @@ def _work(
             if worker.staleness:
                 events.enter("step")
 
-        away_s = settings.guard.start_deadline_s
+        away_s = start_deadline_s(its.job)
         worker = Worker(
             share, meeting.servers, terms, compute, away_s=away_s, on_frame=on_frame
         )  # fmt: skip
