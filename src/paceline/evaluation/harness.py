@@ -6,9 +6,8 @@ longer than the context lose their beginning.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,10 @@ from lm_eval.api.model import TemplateLM
 from paceline.data import ChatTemplate
 from paceline.errors import InvalidInput
 from paceline.evaluation.generation import generate
-from paceline.evaluation.serving import in_batches, threads_for
+from paceline.evaluation.serving import in_batches
 from paceline.evaluation.text_model import TextModel
-from paceline.evaluation.transformer import Predicted, predicted, threads_an_operation
+from paceline.evaluation.transformer import Predicted, predicted, scoring_threads
 from paceline.models import TOKENIZER_FILE
-from paceline.system import usable_cores
 
 MAX_NEW_TOKENS = 256  # as the harness's default; a task's generation_kwargs say otherwise
 
@@ -95,7 +93,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc] # the harness is not typed
             with torch.inference_mode():
                 return self._predicted([rows[each] for each in batch])
 
-        with self._threads() as pool:
+        with scoring_threads(self._model) as threads, ThreadPoolExecutor(threads) as pool:
             for batch, found in zip(batches, pool.map(predict, batches), strict=True):
                 for at, number in enumerate(batch):
                     end = len(rows[number]) - 1  # of its targets, the last of which are the answer
@@ -103,13 +101,6 @@ class HarnessModel(TemplateLM):  # type: ignore[misc] # the harness is not typed
                     nats, right = found.nats[at, own].sum(), found.right[at, own].all()
                     answers[number] = -float(nats), bool(right)
         return [answers[number] for number in range(len(rows))]
-
-    @contextmanager
-    def _threads(self) -> Iterator[ThreadPoolExecutor]:
-        cores = usable_cores()
-        threads = threads_for(self._model, cores)
-        with threads_an_operation(cores // threads), ThreadPoolExecutor(threads) as pool:
-            yield pool
 
     def _row(self, context: list[int], continuation: list[int], where: str) -> list[int]:
         row = self._begun([*context, *continuation])
@@ -136,7 +127,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc] # the harness is not typed
 
     def generate_until(self, requests: Sequence[Instance], **_: Any) -> list[str]:
         """Return each prompt's greedy continuation up to the first of its stop strings."""
-        with self._threads() as pool:
+        with scoring_threads(self._model) as threads, ThreadPoolExecutor(threads) as pool:
             return list(pool.map(lambda each: self._continuation(*each.args), requests))
 
     def _continuation(self, prompt: str, options: dict[str, Any]) -> str:

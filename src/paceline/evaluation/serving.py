@@ -118,18 +118,15 @@ def batch_rows(model: TextModel) -> int:
 def in_batches(
     model: TextModel, rows: Iterable[Row], length: Callable[[Row], int]
 ) -> list[list[Row]]:
-    """Return ``rows``, shortest first, in batches that are predicted at once by each thread: no
-    more tokens, with padding, than ``batch_rows`` have, in all and in a piece. User code gets no
-    more rows: it may pad them."""
-    least = batch_rows(model)
-    most_tokens, is_ours = least * model.context, not isinstance(model.network, UserModel)
+    """Return ``rows``, shortest first, in batches that are predicted at once by each thread:
+    ``batch_rows``, or more where they have no more tokens, with padding, than pieces of those. User
+    code gets no more rows: it may pad them."""
+    least, is_ours = batch_rows(model), not isinstance(model.network, UserModel)
     batches: list[list[Row]] = [[]]
     for row in sorted(rows, key=length):
-        count, tokens = len(batches[-1]) + 1, length(row)
-        fits = count * tokens <= most_tokens and count * min(tokens, model.piece) <= (
-            least * model.piece
-        )
-        if batches[-1] and count > least and not (is_ours and fits):
+        count = len(batches[-1]) + 1
+        fits = is_ours and count * length(row) <= least * model.piece
+        if count > least and not fits:
             batches.append([])
         batches[-1].append(row)
     return [each for each in batches if each]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,23 +104,21 @@ def score_transformer(
     here, does not fit it, does not keep the text, or is not that of the conversations; for user
     code also what its process raises.
     """
-    import torch
-
-    settings = settings or EvaluationSettings()
-    with threads_an_operation(1 if ranks is None else ranks.threads) as cores:
+    settings, threads = settings or EvaluationSettings(), 1
+    with threads_an_operation(1 if ranks is None else ranks.threads), ExitStack() as stack:
 
         def opened() -> TextModel:
+            nonlocal threads
             model = _opened(directory, tokenizer, allowed, ranks, settings.context)
-            if ranks is None:  # of a large vocabulary few threads keep the logits within the limit
-                torch.set_num_threads(max(1, cores // threads_for(model, cores)))
+            if ranks is None:
+                threads = stack.enter_context(scoring_threads(model))
             return model
 
         on_progress(0.0)  # reading the weights and measuring may take minutes
         model, serving = measure_serving(opened, ranks, settings.serving_batch)
         if isinstance(model.network, UserModel):
-            model.network.threads = cores  # its calls come one by one
+            model.network.threads = usable_cores()  # its calls come one by one
         read = [_read(model, each, tokenizer) for each in held_out]
-        threads = threads_for(model, cores) if ranks is None else 1
         bits_D, bins = _bits(model, read, on_progress, threads, ranks)
     return TransformerScore(
         bits=bits_D,
@@ -162,11 +160,11 @@ def token_figures(
     """Return of each of ``held_out`` its scored tokens, their log-probabilities in nats, and
     whether each was the most likely one, (N,); raises as ``score_transformer``."""
     parts: list[list[tuple[int, Reals, NDArray[np.bool_]]]] = [[] for _ in held_out]
-    with threads_an_operation() as cores:
+    with scoring_threads(model) as threads:
         if isinstance(model.network, UserModel):
-            model.network.threads = cores
+            model.network.threads = usable_cores()
         read = [_read(model, each, tokenizer) for each in held_out]
-        _bits(model, read, lambda _fraction: None, threads_for(model, cores), None, parts)
+        _bits(model, read, lambda _fraction: None, threads, None, parts)
     found = []
     for each, its in zip(read, parts, strict=True):
         its.sort(key=lambda part: part[0])  # batches are in the order of lengths
@@ -327,8 +325,18 @@ def predicted(model: TextModel, tokens_BT: Tokens, wanted_BT: Tokens, calls: int
 
 
 @contextmanager
-def threads_an_operation(count: int = 1) -> Iterator[int]:
-    """Yield the number of cores, with torch limited to ``count`` threads per operation.
+def scoring_threads(model: TextModel) -> Iterator[int]:
+    """Yield how many threads score batches of ``model`` at once; they share all cores. Of a large
+    vocabulary few keep the logits within their limit."""
+    cores = usable_cores()
+    threads = threads_for(model, cores)
+    with threads_an_operation(cores // threads):
+        yield threads
+
+
+@contextmanager
+def threads_an_operation(count: int) -> Iterator[None]:
+    """Limit torch to ``count`` threads per operation.
 
     With one, threads work on separate batches. Multi-threaded operations wait for the slowest core
     at every step: on a busy machine that made one forward pass of a 2 M model 1,157 ms instead of
@@ -339,6 +347,6 @@ def threads_an_operation(count: int = 1) -> Iterator[int]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
-        yield usable_cores()
+        yield
     finally:
         torch.set_num_threads(before)
