@@ -26,9 +26,9 @@ from paceline.tasks._support.lineage import sources_version
 from paceline.tasks._support.run import Run
 from paceline.tasks.publish import published_url
 from paceline.tasks.train import place_ranks, slots_of
+from paceline.training import Deadlines
 from paceline.training.launcher import (
     CANCEL_GRACE_S,
-    Deadlines,
     GangSupervisor,
     Launcher,
     NodePool,

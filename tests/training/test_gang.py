@@ -9,9 +9,9 @@ import pytest
 
 from paceline.errors import Conflict, InvalidInput, InvalidSnapshot
 from paceline.schemas import RankEvent
-from paceline.training import GangMember, GangSupervisor, LocalLauncher, run_job
+from paceline.training import Deadlines, GangMember, GangSupervisor, LocalLauncher, run_job
 from paceline.training.checkpoint import Generations
-from paceline.training.launcher import RANK, Deadlines, launcher_argv, rank_environment
+from paceline.training.launcher import RANK, launcher_argv, rank_environment
 from tests.training.conftest import BUCKET, Camp, Story, run
 
 pytestmark = pytest.mark.xdist_group("gangs")

@@ -24,7 +24,7 @@ from paceline.training import (
     GangResult,
     GangSupervisor,
     LocalLauncher,
-    identity,
+    deadlines,
 )
 from paceline.training.launcher import MetadataWatcher, launcher_argv, local
 
@@ -135,7 +135,7 @@ def test_a_frozen_rank_is_found_and_the_stacks_of_all_are_kept(kept: LocalLaunch
 def test_a_step_much_longer_than_those_before_it_hangs(
     kept: LocalLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(identity, "STEP_AT_LEAST_S", 2.0)
+    monkeypatch.setattr(deadlines, "STEP_AT_LEAST_S", 2.0)
     with opened(kept, deadlines=Deadlines(start_s=30, step_s=None)) as gangs:
         story = run(gangs, {"all": {"wait_s": 30}})
     assert story.result.hung

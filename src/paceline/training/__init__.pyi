@@ -6,6 +6,7 @@ from .continuing import (
     store_job as store_job,
     stored_training_id as stored_training_id,
 )
+from .deadlines import Deadlines as Deadlines
 from .export_policy import base_facts as base_facts, settings_for as settings_for
 from .identity import (
     code_ref_task_size as code_ref_task_size,
@@ -26,7 +27,6 @@ from .launcher.driver import run_job as run_job
 from .launcher.gang import GangSupervisor as GangSupervisor
 from .launcher.local import LocalLauncher as LocalLauncher
 from .launcher.ports import (
-    Deadlines as Deadlines,
     GangMember as GangMember,
     GangResult as GangResult,
     Launcher as Launcher,

@@ -16,11 +16,6 @@ from paceline.config import DataSettings, Profile, TrainingSettings
 from paceline.schemas import TaskSize, TrainJob, digest_of
 
 # Settings that change speed or placement, not the result.
-SLOWER = 20  # times the slowest of the newest steps: one that takes longer hangs
-STEP_AT_LEAST_S = 60.0
-STEP_AT_MOST_S = 1800.0
-COMPILE_START_S = 600.0  # of the first step, at the least, where it compiles the model
-BASE_BYTES_S = 100e6  # of the base model's files: a slow disk, or object store
 _RESULT_NEUTRAL_SETTINGS = {
     "ranks",
     "threads_per_rank",
@@ -58,30 +53,6 @@ _RESULT_DATA_SETTINGS = {"batching", "columns", "token_features", "missing_featu
 def result_data_settings(data: DataSettings) -> dict[str, Any]:
     """Return the data settings that affect the result of training on a given snapshot."""
     return data.model_dump(mode="json", include=_RESULT_DATA_SETTINGS)
-
-
-def base_margin_s(job: TrainJob) -> float:
-    """Return what reading or writing the base may take beyond a deadline of ``job``."""
-    return job.base_bytes / BASE_BYTES_S
-
-
-def start_deadline_s(job: TrainJob) -> float:
-    """Return after how long a part of a start hangs: the first step too, in which it compiles."""
-    settings = job.settings
-    least_s = COMPILE_START_S if settings.compile else 0.0
-    return max(settings.guard.start_deadline_s, least_s) + base_margin_s(job)
-
-
-def step_deadline_s(given_s: float | None, slowest_s: float = 0.0) -> float:
-    """Return after how long a step hangs; ``slowest_s``: of the newest steps, 0: there is none."""
-    if given_s is not None or not slowest_s:
-        return given_s or STEP_AT_MOST_S
-    return min(STEP_AT_MOST_S, max(STEP_AT_LEAST_S, SLOWER * slowest_s))
-
-
-def slowest_step_s(before_s: float, took_s: float) -> float:
-    """Return the slowest of a rank's newest steps; one of long ago fades."""
-    return max(took_s, 0.95 * before_s)
 
 
 def config_digest(job: TrainJob) -> str:

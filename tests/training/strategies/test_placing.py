@@ -6,8 +6,8 @@ from unittest.mock import Mock
 
 import pytest
 
+from paceline.training import Deadlines
 from paceline.training.launcher import (
-    Deadlines,
     GangMember,
     GangSupervisor,
     RankState,

@@ -22,7 +22,7 @@ from paceline.cli.options import every
 from paceline.errors import Cancelled
 from paceline.system import usable_cores
 from paceline.text import OneLine
-from paceline.training.identity import STEP_AT_MOST_S
+from paceline.training.deadlines import Deadlines
 from paceline.units import duration, size
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Lines:
         last = f"step {self.step} was the last" if self.step else "no step was made yet"
         say(
             f"  {duration(silent)} without a word: {last}; the first step also compiles, a step "
-            f"may take {duration(self._job.settings.guard.step_deadline_s or STEP_AT_MOST_S)}"
+            f"may take {duration(Deadlines.of_job(self._job).of('step'))}"
         )
 
     def __call__(self, event: RankEvent) -> None:

@@ -24,7 +24,6 @@ from .job_tracker import JobTracker as JobTracker, TimeAccounts as TimeAccounts
 from .local import LocalLauncher as LocalLauncher, launcher_argv as launcher_argv
 from .placement import NodePool as NodePool, with_fewer_ranks as with_fewer_ranks
 from .ports import (
-    Deadlines as Deadlines,
     GangMember as GangMember,
     GangResult as GangResult,
     Launcher as Launcher,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import Cancelled, PacelineError
-from paceline.training.identity import slowest_step_s
+from paceline.training.deadlines import slowest_step_s
 from paceline.training.launcher.ports import GangMember, GangResult, LineHandler
 from paceline.training.loop import STOPPED_EXIT, waits_for_peers
 

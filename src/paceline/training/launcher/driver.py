@@ -20,6 +20,7 @@ from paceline.errors import Conflict, InvalidInput, SourceMissing, TemporaryErro
 from paceline.models import CONFIG_FILE
 from paceline.schemas import RankEvent, TrainJob, TrainResult, canonical_json
 from paceline.storage import ObjectStore, join_url, open_store
+from paceline.training.deadlines import Deadlines
 from paceline.training.identity import config_digest, training_inputs
 from paceline.training.launcher.admission import admit
 from paceline.training.launcher.gang import GangSupervisor
@@ -27,7 +28,7 @@ from paceline.training.launcher.job_notes import HistoryWriter, JobHistory, read
 from paceline.training.launcher.job_tracker import JobTracker
 from paceline.training.launcher.local import launcher_argv
 from paceline.training.launcher.placement import Assignment, NodePool, with_fewer_ranks
-from paceline.training.launcher.ports import Deadlines, GangResult, Launcher
+from paceline.training.launcher.ports import GangResult, Launcher
 from paceline.training.parallel import data_shares_of, is_asynchronous
 
 log = logging.getLogger(__name__)

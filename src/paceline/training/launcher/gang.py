@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.errors import Cancelled
+from paceline.training.deadlines import Deadlines
 from paceline.training.launcher.attempt import TICK_S, Attempt, RankState
 from paceline.training.launcher.ports import (
-    Deadlines,
     GangMember,
     GangResult,
     LineHandler,

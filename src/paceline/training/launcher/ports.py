@@ -13,11 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from paceline.schemas import TrainJob
-from paceline.training.identity import base_margin_s, start_deadline_s, step_deadline_s
 from paceline.training.loop import STOPPED_EXIT
-
-LONG_PHASES = ("saving", "exporting", "evaluating")
 
 LineHandler = Callable[[dict[str, Any]], None]
 
@@ -94,31 +90,6 @@ class GangMember:
     rank: int
     env: Mapping[str, str] = field(default_factory=dict)
     spare: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Deadlines:
-    """Deadlines of a rank in seconds: first step, each step, and save, export or evaluation."""
-
-    start_s: float = 120.0
-    step_s: float | None = 60.0  # None: by the slowest of the newest steps
-    checkpoint_s: float = 600.0
-
-    @classmethod
-    def of_job(cls, job: TrainJob) -> Deadlines:
-        """Return the deadlines of ``job``: a larger base takes longer to read and write."""
-        guard = job.settings.guard
-        return cls(
-            start_s=start_deadline_s(job),
-            step_s=guard.step_deadline_s,
-            checkpoint_s=guard.checkpoint_deadline_s + base_margin_s(job),
-        )
-
-    def of(self, phase: str, slowest_s: float = 0.0) -> float:
-        """Return the deadline of ``phase``; ``slowest_s``: of the newest steps, 0: none."""
-        if phase == "step":
-            return step_deadline_s(self.step_s, slowest_s)
-        return self.checkpoint_s if phase in LONG_PHASES else self.start_s
 
 
 @dataclass(frozen=True, kw_only=True)

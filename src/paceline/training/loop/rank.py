@@ -24,7 +24,7 @@ from paceline.errors import InvalidInput, PacelineError, PeerLost
 from paceline.schemas import TrainJob
 from paceline.text import log_to_stderr
 from paceline.training.checkpoint import stateful_of
-from paceline.training.identity import start_deadline_s, step_deadline_s
+from paceline.training.deadlines import Deadlines
 from paceline.training.loop.event_writer import LOOPBACK, EventWriter, RankIdentity, StepReporter
 from paceline.training.loop.rank_process import (
     STOPPED_EXIT,
@@ -169,7 +169,7 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
         events.enter("joining")
         # Longer than any step: the launcher detects and names a hung rank first, and a rank that
         # verifies a checkpoint more slowly than the others does not time out.
-        limit_s = step_deadline_s(settings.guard.step_deadline_s) + start_deadline_s(job)
+        limit_s = sum(map(Deadlines.of_job(job).of, ("first step", "step")))
         group = stack.enter_context(join_gang(place, limit_s))
         device = setup.exclusive_device()
         mesh = open_mesh(MeshSpec.of(settings.mesh, place.world_size), device.type)

@@ -56,7 +56,8 @@ from paceline.training.checkpoint import (
     local_of,
     resume_newest_healthy,
 )
-from paceline.training.identity import base_margin_s, code_version
+from paceline.training.deadlines import Deadlines
+from paceline.training.identity import code_version
 from paceline.training.interval import FailureCount
 from paceline.training.loop.event_writer import EventWriter
 from paceline.training.loop.group import Group
@@ -301,7 +302,7 @@ def checkpointer_of(
         code_version=code_version(),
         environment=environment,
         failures=FailureCount(job.failures, job.running_s),
-        deadline_s=job.settings.guard.checkpoint_deadline_s + base_margin_s(job),
+        deadline_s=Deadlines.of_job(job).checkpoint_s,
     )
 
 

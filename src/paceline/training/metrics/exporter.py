@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from paceline.training.identity import slowest_step_s, step_deadline_s
+from paceline.training.deadlines import Deadlines, slowest_step_s
 
 if TYPE_CHECKING:
     from paceline.training.loop import StepReport
@@ -122,7 +122,8 @@ class RankMetrics(Collector):
         """Yield the metrics of the newest step."""
         names, values = list(self.labels), list(self.labels.values())
         leads = self.labels.get("rank", "0") == "0"
-        shown, deadline_s = self._figures, step_deadline_s(self.step_deadline_s, self._slowest_s)
+        shown = self._figures
+        deadline_s = Deadlines(step_s=self.step_deadline_s).of("step", self._slowest_s)
         for key, (name, text) in (_GAUGES if leads else _OF_RANK).items():
             if key in shown:
                 yield _gauge(name, text, names, values, shown[key])

@@ -29,7 +29,7 @@ from paceline.config import TrainingSettings
 from paceline.data import PlannedStream
 from paceline.errors import CorruptData, PeerLost, TemporaryError
 from paceline.training.checkpoint import Checkpointer, TrainState
-from paceline.training.identity import start_deadline_s
+from paceline.training.deadlines import Deadlines
 from paceline.training.loop import (
     CPU,
     FOLLOWER_REPORT_S,
@@ -256,7 +256,7 @@ class _ServingRank:
 
     def _follow(self, meeting: Rendezvous) -> str:
         self._events.enter("following")
-        deadline_s = start_deadline_s(self._its.job)  # rank 0 is still loading
+        deadline_s = Deadlines.of_job(self._its.job).start_s  # rank 0 is still loading
         reported = False
 
         def on_frame() -> None:
@@ -438,7 +438,7 @@ def _work(
             if worker.staleness:
                 events.enter("step")
 
-        away_s = start_deadline_s(its.job)
+        away_s = Deadlines.of_job(its.job).start_s
         worker = Worker(
             share, meeting.servers, terms, compute, away_s=away_s, on_frame=on_frame
         )  # fmt: skip
