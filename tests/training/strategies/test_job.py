@@ -20,7 +20,7 @@ from tests.training.test_recovery import reference, trusting
 
 __all__ = ["trusting"]  # a fixture
 
-STEPS, TRACED = 40, 12  # a worker that is slow on a busy machine still has steps after it
+STEPS, TRACED = 24, 12
 SERVED = {"kind": "parameter-server", "max_staleness": 3}
 
 
