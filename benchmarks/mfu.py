@@ -285,7 +285,7 @@ def measure(case: Case, steps: int, pairs: int, kinds: Sequence[str]) -> dict[st
                 found[name].append(rate(case, running[name], steps))
             peaks[name] = own[name] + _peak(case.device) - before
     for steps_of in running.values():
-        steps_of.close()  # type: ignore[attr-defined] - they are generators
+        steps_of.close()  # type: ignore[attr-defined]  # they are generators
     peak = matmul_peak(case.device.type, torch.bfloat16, torch.get_num_threads())
     flops = ModelShape.of(case.config).flops_per_token()
     base = kinds[0]

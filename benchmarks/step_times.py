@@ -122,7 +122,7 @@ def steps_job(model: str, mesh: str, steps: int) -> Job:
             parallel,
             workload,
             new_optimizer(parallel.modules, settings),
-            OneBatch(batch),  # type: ignore[arg-type] - it needs no closing
+            OneBatch(batch),  # it needs no closing
             settings,
             Group(spread.rank, ranks),
             progress=Progress(),

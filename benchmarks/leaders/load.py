@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from benchmarks.leaders.cluster import Cluster
 from benchmarks.leaders.history import Final, History, Invocation, Kind
@@ -77,16 +78,16 @@ class Load:
         self,
         kind: Kind,
         key: str,
-        call: Callable[[], object],
+        call: Callable[[], Any],
         chance: random.Random,
         *,
         value: int = 0,
-        told: Callable[[object], dict[str, object]] = lambda _: {},
-    ) -> object | None:
+        told: Callable[[Any], dict[str, object]] = lambda _: {},
+    ) -> Any:
         """Attempt until it is answered; return the answer, None where it was given up."""
         for _ in range(ATTEMPTS):
             began_s = time.monotonic()
-            answer: object | None = None
+            answer: Any = None
             more: dict[str, object] = {}
             try:
                 answer = call()
@@ -134,14 +135,14 @@ class Load:
                 run_id=key,
             )
 
-            def create(body: CreateDeployment = body, key: str = key) -> object:
+            def create(body: CreateDeployment = body, key: str = key) -> Any:
                 return client.create(body, key)
 
             answer = self._try(
                 "create", key, create, chance, told=lambda a: {"answer": a.deployment_id}
             )
             if answer is not None:
-                deployment_id: str = answer.deployment_id  # type: ignore[attr-defined]
+                deployment_id: str = answer.deployment_id
                 self._read_back(deployment_id)
                 if chance.random() < AGAIN:
                     self._try(
