@@ -104,8 +104,7 @@ def test_each_word_is_in_one_group_or_starts_the_help() -> None:
     short = [each for each in grouped if each in COMMANDS]
     assert len(short) == len(set(short))
     listed = paceline("--help").stdout
-    ambiguous = {"train", "rollback"}  # as one word; in groups each meaning has its own
-    for word in set(COMMANDS) - set(short) - ambiguous:
+    for word in set(COMMANDS) - set(short) - {"train"}:  # `training local` and `training start`
         assert f"\n  {word} " in listed
     for name in GROUPS:
         assert f"\n  {name} " in listed
@@ -305,8 +304,6 @@ FORMS = {  # what is typed → headings of the command's other forms
     "publish my-model --model org/m --version 1": (URL, OF_DIRECTORY, OF_SOURCE),
     "publish my-model s3://b/p --model org/m --version 1": (OF_SOURCE, RUN),
     "publish hf://org/m s3://b/p": (OF_DIRECTORY, RUN),
-    "rollback org/m": ("With DEPLOYMENT_ID",),
-    "rollback 01234567-": ("With MODEL_ID",),
     "train": ("On an installation",),
     "train org/m 1 --snapshot s3://b/d": ("On this machine",),
     "cost": ("Estimate with --steps",),

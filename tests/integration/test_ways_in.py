@@ -209,7 +209,7 @@ def test_python_starts_it(stack: Runtime, lifecycle: Ended) -> None:
 def rolled_back(stack: Runtime, lifecycle: Ended) -> Ended:
     """How the rollback of the demo's champion ended."""
     model = lifecycle.answer["model"]["model_id"]
-    ended = paceline("rollback", model, "--json", state=stack.state_dir)
+    ended = paceline("model", "rollback", model, "--json", state=stack.state_dir)
     assert ended.code == 0, ended.err
     return ended
 

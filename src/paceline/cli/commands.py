@@ -35,7 +35,7 @@ COMMANDS: dict[str, Target] = {
     "evaluate": ("flows", "evaluate", "Judge a training's candidate on held-out files."),
     "promote": ("flows", "promote", "Gate a judged candidate; make it champion and publish it."),
     "approve": ("access", "approve", "Approve or reject a promotion that waits for a person."),
-    "rollback": ("flows", "rollback", "Put the previous champion back, everywhere."),
+    "rollback": ("watching", "rollback", "Switch the fleet back to the version before."),
     "generate": ("training.generate", "generate", "Generate text from a model, to look at it."),
     "snapshot": ("training.data", "snapshot", "Make a data snapshot: text, JSONL, Parquet or tar."),
     "purposes": ("training.data", "purposes", "What data may be used for, and by whom."),
@@ -69,13 +69,12 @@ COMMANDS: dict[str, Target] = {
     "cluster": ("installation", "cluster", "Run Dask's scheduler and workers (SSH, Slurm)."),
     "coordinator": ("installation", "coordinator", "Run a coordinator (the supervisor does)."),
 }
-# Two commands have two meanings as one word; each meaning has a word of its own in a group.
+# Words of a group that say more than a command alone: where to train, what to roll back.
 LONG_ONLY: dict[str, Target] = {
-    "model rollback": ("flows", "rollback_model", "Put a model's previous champion back."),
+    "model rollback": ("flows", "rollback", "Put a model's previous champion back."),
     "training local": ("training.command", "train_local", "Train on this machine, no server."),
     "training start": ("training.command", "train_there", "Fine-tune what the nodes hold."),
     "deployment list": ("watching", "deployments", "List the deployments, the newest last."),
-    "deployment rollback": ("watching", "rollback", "Switch back to the version before it."),
 }
 # group → (what it is about, its commands); "create=distribute" is the word that is `distribute`
 GROUPS: dict[str, tuple[str, str]] = {
@@ -118,7 +117,7 @@ EXAMPLES = {  # where more is typed than the command's words
     "evaluate": "evaluate org/name --base 1 --trained RUN --snapshot s3://bucket/data/DIGEST",
     "promote": "promote org/name --report RUN",
     "approve": "approve run-20261120-153600-9f3a1c --reason 'scores and data are fine'",
-    "rollback": "rollback org/name",
+    "rollback": "rollback 3f1c",
     "model rollback": "model rollback org/name",
     "generate": "generate models:/org/name@champion 'def main():' --max-tokens 40",
     "snapshot": "snapshot s3://bucket/texts --format jsonl --text-field body",
@@ -155,7 +154,6 @@ EXAMPLES = {  # where more is typed than the command's words
     "distribute ./my-model --into /tmp/nodes --model org/name --as-version 1",
     "watch": "watch 3f1c",
     "activate": "activate 3f1c --to rack=r1",
-    "deployment rollback": "deployment rollback 3f1c",
     "cancel": "cancel 3f1c",
     "plan": "plan --size 500GB --workers 1000 --link 10Gbps",
     "simulate": "simulate --size 500GB --workers 1000 --link 10Gbps --seed 7",

@@ -17,14 +17,12 @@ from paceline.cli.commands import Sections
 from paceline.cli.options import (
     SNAPSHOT,
     again,
-    deadline_option,
     job_settings,
     json_option,
     notice,
     or_last,
     point_prefect_at,
     project_option,
-    refuse_typed,
     remember,
     run_id_option,
     show,
@@ -413,34 +411,11 @@ def promote(
     )
 
 
-@click.command(cls=Sections, sections={"With DEPLOYMENT_ID": "deadline", "With MODEL_ID": "run_id"})
-@click.argument("what", metavar="MODEL_ID | DEPLOYMENT_ID")
-@deadline_option
-@flow_options
-def rollback(call: FlowCall, what: str, deadline: float) -> int:
-    """Go back to what was before, without a transfer.
-
-    MODEL_ID: as `paceline model rollback`. The id of a deployment, or its beginning: as `paceline
-    deployment rollback`, on the fleet alone; the registry stays.
-    """
-    from paceline.cli.watching import is_deployment, roll_back
-
-    if is_deployment(what, call.state):
-        refuse_typed("With MODEL_ID", got=f"deployment {what}")
-        return roll_back(what, deadline, call.state, call.as_json)
-    refuse_typed("With DEPLOYMENT_ID", got=f"model {what}")
-    return _roll_back(call, what)
-
-
 @click.command("rollback")
 @model_argument
 @flow_options
-def rollback_model(call: FlowCall, model_id: str) -> int:
-    """Put MODEL_ID's previous champion back, in the registry and on every node."""
-    return _roll_back(call, model_id)
-
-
-def _roll_back(call: FlowCall, model_id: str) -> int:
+def rollback(call: FlowCall, model_id: str) -> int:
+    """Put MODEL_ID's previous champion back, in the registry and on every node: no transfer."""
     if not re.fullmatch(MODEL_ID, model_id):
         raise InvalidInput("not a model's id", got=repr(model_id[:100]), wanted="org/name")
     runtime = find_installation(call.state)

@@ -284,9 +284,22 @@ def _part_of(
 def rollback(deployment_id: str, deadline: float, state: Path | None, as_json: bool) -> int:
     """Switch the workers of deployment ID back to the version that was active there before it.
 
-    On the fleet alone: the registry's champion stays.
+    On the fleet alone, without a transfer: the registry's champion stays (`paceline model rollback
+    MODEL_ID` puts the one before back).
     """
-    return roll_back(deployment_id, deadline, state, as_json)
+    if not re.fullmatch(r"[0-9a-f-]{1,36}", deployment_id):
+        raise InvalidInput(
+            "not a deployment's id",
+            got=repr(deployment_id[:100]),
+            wanted="an id, or the beginning of one",
+            do="`paceline deployment list` lists them; a model: `paceline model rollback`.",
+        )
+    client = CoordinatorClient.of(find_installation(state))
+    deployment_id = whole_deployment_id(client, deployment_id)
+    began = time.monotonic()
+    client.rollback(deployment_id)
+    _switched(client, deployment_id, began, deadline, as_json)
+    return 0
 
 
 @click.command("list")
@@ -308,25 +321,6 @@ def deployments(state: Path | None, as_json: bool) -> int:
         for each in found
     ]
     print_table(("deployment", "status", "model", "workers"), rows)
-    return 0
-
-
-def is_deployment(what: str, state: Path | None) -> bool:
-    """Return whether ``what`` begins a deployment's id and is no model that is known."""
-    if "-" in what or not re.match(r"[0-9a-f]{4,8}$", what):
-        return bool(re.match(r"[0-9a-f]{8}-[0-9a-f-]*$", what))
-    known = CoordinatorClient.of(find_installation(state)).deployments()
-    is_model = any(each.model_id == what for each in known)
-    return not is_model and any(each.deployment_id.startswith(what) for each in known)
-
-
-def roll_back(deployment_id: str, deadline: float, state: Path | None, as_json: bool) -> int:
-    """Switch the fleet from deployment ID's version back to the one before it."""
-    client = CoordinatorClient.of(find_installation(state))
-    deployment_id = whole_deployment_id(client, deployment_id)
-    began = time.monotonic()
-    client.rollback(deployment_id)
-    _switched(client, deployment_id, began, deadline, as_json)
     return 0
 
 

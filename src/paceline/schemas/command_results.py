@@ -285,7 +285,7 @@ class StatusReport(InstallationStatus):
 
 
 class Changed(Record):
-    """Result of ``activate``, ``rollback`` (of a deployment) and ``cancel``."""
+    """Result of ``activate``, ``rollback`` and ``cancel``."""
 
     status: Literal["switched", "cancelled"]
     deployment_id: str

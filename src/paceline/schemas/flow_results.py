@@ -297,7 +297,7 @@ class PromoteAnswer(Promoted, FlowAnswer):
 
 
 class RollbackAnswer(RolledBack, FlowAnswer):
-    """Output of `paceline rollback MODEL_ID --json`."""
+    """Output of `paceline model rollback MODEL_ID --json`."""
 
 
 ANSWERS: dict[str, type[FlowAnswer]] = {  # by the flow's name in Prefect

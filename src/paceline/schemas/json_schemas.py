@@ -96,7 +96,6 @@ PRINTED: dict[str, tuple[str, ...]] = {
     "cost": ("cost",),
     "demo": ("demo",),
     "deployment list": ("deployments",),
-    "deployment rollback": ("changed",),
     "distribute": ("distributed", "distribute"),  # on an installation; with --into
     "doctor": ("doctor",),
     "down": ("down",),
@@ -125,7 +124,7 @@ PRINTED: dict[str, tuple[str, ...]] = {
     "purposes list": ("purposes",),
     "purposes revoke": ("purpose",),
     "reproduce": ("reproduce",),
-    "rollback": ("rollback", "changed"),  # of a model; of a deployment
+    "rollback": ("changed",),
     "simulate": ("simulate",),
     "snapshot": ("snapshot",),
     "status": ("status",),
