@@ -14,7 +14,7 @@ import pytest
 
 import paceline as package
 from paceline.cli import flows
-from paceline.cli.options import whole_run_id, whole_training_id
+from paceline.cli.options import or_last, whole_run_id, whole_training_id
 from paceline.client import CoordinatorClient
 from paceline.config import Endpoints, PriceSettings
 from paceline.errors import Conflict, InvalidInput, NotFound
@@ -325,8 +325,22 @@ def test_the_report_of_a_job_is_last_and_found_by_the_jobs_id(
     monkeypatch.setattr(CoordinatorClient, "submit_job", submit)  # there is no S3 server here
     asked = ("submit", "m", "v1", "--snapshot", "s3://paceline/d", "--seed")
     job_id = said(served, "job", *asked, "21", "--evaluate")["job"]["job_id"]
-    said(served, "job", *asked, "22")  # this one has no report
+    newest = said(served, "job", *asked, "22")["job"]["job_id"]  # this one has no report
     run_id = client.job(job_id).job.run_id
     for given in ("last", job_id, job_id[:8]):
         assert flows._digest_of(given, "report_digest", "evaluate", state) == run_id
+    newest_run = client.job(newest).job.run_id
+    assert flows._digest_of("last", "training_digest", "train", state) == newest_run
+    assert or_last("last", "job_id", state) == newest
+    again = ("submit", "m", "v1", "--snapshot", "s3://paceline/d", "--continue-from", "last")
+    refused = paceline("jobs", *again, "--json", "--state", state)
+    assert refused.returncode == 1, refused.stdout
+    assert f"has not trained yet: got {newest}, " in refused.stdout
+    report = JobReport(at=0, training_id="job-aa23456789ab", outcome="succeeded")
+    wait_until(
+        lambda: bool(client.report_job(newest, report) and client.job(newest).job.report),
+        30,
+        "the job has reported",
+    )
+    assert whole_training_id(client, newest[:9]) == "job-aa23456789ab"
     end_all(client)

@@ -179,9 +179,20 @@ def whole_run_id(runtime: Runtime, given: str) -> str:
 
 
 def whole_training_id(client: CoordinatorClient, given: str) -> str:
-    """Return the id (``job-…``) of the training of a job that ``given`` is or begins."""
+    """Return the id (``job-…``) of the training of a job that ``given`` is or begins.
+
+    ``given`` may be the job's own id (``tj-…``). Raises NotFound where none is so, or has trained.
+    """
     if not given or re.fullmatch(TRAINING_ID, given):
         return given
+    if given.startswith("tj-"):
+        job = client.job(whole_job_id(client, given)).job
+        if job.report is None or not job.report.training_id:
+            raise NotFound(
+                "this job has not trained yet", got=f"{job.job_id}, {job.state.value}",
+                wanted="a job that has ended", do=f"`paceline jobs show {job.job_id}` follows it.",
+            )  # fmt: skip
+        return job.report.training_id
     reports = (each.report for each in client.jobs(training=given, limit=500).jobs)
     return one_of("training", given, {each.training_id for each in reports if each} - {""})
 
@@ -192,8 +203,8 @@ SNAPSHOT = "URL of the data snapshot; last: what this user made last there."
 # What `last` means in place of a field → the flows, or the call, that answer with it; a command.
 _LAST_OF = {
     "url": (("build_snapshot",), "paceline snapshot"),
-    "training_digest": (("train_model",), "paceline train"),
-    "job_id": (("train_model",), "paceline train"),
+    "training_digest": (("train_model", "submit_job"), "paceline train"),
+    "job_id": (("train_model", "submit_job"), "paceline train"),
     "report_digest": (("evaluate_model", "train_model", "submit_job"), "paceline evaluate"),
 }
 

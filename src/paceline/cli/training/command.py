@@ -35,6 +35,7 @@ from paceline.cli.options import (
     show,
     state_option,
     team_option,
+    whole_training_id,
 )
 from paceline.cli.training.mlflow_logging import TrainingLog, location
 from paceline.cli.training.output import (
@@ -93,8 +94,8 @@ SECTIONS = {
     "--continue-from",
     metavar="JOB",
     default="",
-    help="Go on from the last checkpoint of this finished job (job-…, its beginning, or last on an "
-    "installation), with more --steps in all or another learning rate.",
+    help="Go on from the last checkpoint of this finished job (job-…, its beginning; on an "
+    "installation also tj-… or last), with more --steps in all or another learning rate.",
 )
 @run_id_option
 @click.option(
@@ -212,8 +213,14 @@ def train(
         do="An installation's profile decides them there.",
     )  # fmt: skip
     from paceline.cli.flows import FlowCall
+    from paceline.client import CoordinatorClient
+    from paceline.config import find_installation
 
     snapshot_url = or_last(snapshot, "url", state)
+    continue_from = or_last(continue_from, "job_id", state)
+    if continue_from.startswith("tj-"):
+        client = CoordinatorClient.of(find_installation(state))
+        continue_from = whole_training_id(client, continue_from)
     if judged_on := evaluate_on or (snapshot_url if evaluate else ""):
         owner["evaluate_on"] = judged_on
     return FlowCall(state=state, run_id=run_id, as_json=as_json).run(
@@ -222,7 +229,7 @@ def train(
         version=version,
         snapshot_url=snapshot_url,
         labels=labels,
-        continue_from=or_last(continue_from, "job_id", state) or None,
+        continue_from=continue_from or None,
         steps=steps,
         ranks=ranks,
         settings=job_settings(overrides) or None,

@@ -80,7 +80,7 @@ def jobs() -> None:
 @gang_options
 @click.option("--code-ref", default="", help="A pinned function of security.code_sources.")
 @click.option("--continue-from", default="", metavar="TRAINING",
-              help="A finished job-…, or its beginning.")  # fmt: skip
+              help="A finished job: its id, the beginning of one, or last.")  # fmt: skip
 @click.option("--steps", type=click.IntRange(min=1), help="Default: the profile's.")
 @click.option("--seed", type=click.IntRange(min=0), help="Of the training.")
 @click.option("--name", default="", help="What lists show beside the job's id.")
@@ -122,7 +122,8 @@ def submit(
     fields = given | ({"team": team} if team else {})
     runtime = find_installation(state)
     client = CoordinatorClient.of(runtime)
-    fields["continue_from"] = whole_training_id(client, fields["continue_from"])
+    continued = or_last(fields["continue_from"], "job_id", state)
+    fields["continue_from"] = whole_training_id(client, continued)
     spec = job_spec(
         {
             "model_id": model_id,
@@ -134,8 +135,11 @@ def submit(
         }
     )
     made = client.submit_job(spec, idempotency_key)
-    if spec.evaluate_on:  # its run's report, once it has one
-        remember(runtime, "submit_job", {"report_digest": made.job.run_id})
+    # The run stands for its result and its report, once it has them.
+    last = {"training_digest": made.job.run_id, "job_id": made.job.job_id}
+    if spec.evaluate_on:
+        last["report_digest"] = made.job.run_id
+    remember(runtime, "submit_job", last)
     if (guess := made.estimate) is not None:
         figures = (
             (guess.hours, "hours"), (guess.energy_kwh, "kWh"), (guess.price, guess.currency),
