@@ -18,6 +18,7 @@ from paceline.client import movement
 from paceline.cluster import by_number
 from paceline.errors import CorruptData, NotFound, NotReady, StorageFull, TemporaryError, WorkerLost
 from paceline.manifest import Manifest
+from paceline.plan import select_workers
 from paceline.registry import resolve_source
 from paceline.relay.store import has_published, missing_bytes_on_node, verify_copy
 from paceline.schemas import (
@@ -28,7 +29,6 @@ from paceline.schemas import (
     Topology,
     Verified,
     WorkerProgress,
-    select_workers,
 )
 from paceline.storage import is_remote
 from paceline.tasks import publish

@@ -24,14 +24,13 @@ from paceline.cli.options import (
 from paceline.client import CoordinatorClient
 from paceline.config import find_installation
 from paceline.errors import InvalidInput, NotReady
-from paceline.plan import FleetDescription, plan_table
+from paceline.plan import FleetDescription, plan_table, select_workers
 from paceline.schemas import (
     COUNT_MAX,
     PlanRow,
     PlanTable,
     SimulationReport,
     Topology,
-    select_workers,
 )
 from paceline.units import size
 

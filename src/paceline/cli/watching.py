@@ -46,6 +46,7 @@ from paceline.errors import (
     PacelineError,
     ServiceUnavailable,
 )
+from paceline.plan import select_workers
 from paceline.schemas import (
     ApprovalRequest,
     Changed,
@@ -59,7 +60,6 @@ from paceline.schemas import (
     ServiceStatus,
     StatusReport,
     WorkersShown,
-    select_workers,
 )
 from paceline.text import shortened
 from paceline.units import duration, size

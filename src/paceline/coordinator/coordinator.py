@@ -42,6 +42,7 @@ from paceline.coordinator.stores import Audit, Coordination, EventQuery, Progres
 from paceline.coordinator.tokens import TokenRegistry
 from paceline.errors import NotFound, PacelineError, ServiceUnavailable, StaleEpoch
 from paceline.manifest import Manifest
+from paceline.plan import select_workers
 from paceline.schemas import (
     CreatedDeployment,
     CreateDeployment,
@@ -54,7 +55,6 @@ from paceline.schemas import (
     TrainingJob,
     digest_of,
     new_deployment_id,
-    select_workers,
 )
 
 log = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ from .inputs import (
     rack_of as rack_of,
 )
 from .make import make_plan as make_plan, topology_of as topology_of
+from .selectors import select_workers as select_workers
 from .table import (
     FleetDescription as FleetDescription,
     plan_table as plan_table,

@@ -1,8 +1,8 @@
 """Every message and record that crosses a process boundary, as strict pydantic models.
 
 ``plan``: lanes of a deployment plan. ``calls`` and ``access``: the coordinator's REST. ``records``:
-what the coordinator stores. ``events``: events and the event stream. ``training``: training jobs,
-evaluation and evidence. ``command_results``: output of commands with --json. Data only, no logic.
+what the coordinator stores. ``events``: events and the event stream. ``training``, ``evaluation``:
+jobs, results, evidence. ``command_results``: output of commands with --json. Data only.
 """
 
 import lazy_loader

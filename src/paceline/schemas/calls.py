@@ -59,7 +59,7 @@ class CreateDeployment(Record):
     )
     # by name; (): by selector
     target_workers: tuple[Name, ...] = Field(default=(), max_length=20_000)
-    selector: Text | None = Field(default=None, max_length=2000)  # schemas.selectors; "": all alive
+    selector: Text | None = Field(default=None, max_length=2000)  # "": all alive
     topology: Topology = Topology.AUTO
     max_failed: float = Field(default=0.05, ge=0, le=1)  # share of targets that may die
     seed: int = Field(default=0, ge=-COUNT_MAX, le=COUNT_MAX)

@@ -21,8 +21,8 @@ from paceline.schemas.base import (
     is_empty,
     is_none,
 )
+from paceline.schemas.evaluation import Evidence
 from paceline.schemas.records import Approval, Deployment, Worker
-from paceline.schemas.training import Evidence
 
 FLOW_RESULT = "flow-result"  # the ledger's stage of results of flow runs
 INTERRUPTED = "Interrupted"  # the name of the CANCELLED state of a flow run that Ctrl-C ended

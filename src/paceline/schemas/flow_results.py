@@ -13,7 +13,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field
 
 from paceline.schemas.base import Record, Sha256, is_none
-from paceline.schemas.training import Evaluated, GateDecision, Interval, Trained
+from paceline.schemas.evaluation import Evaluated, GateDecision, Interval
+from paceline.schemas.training import Trained
 
 
 class Result(BaseModel):

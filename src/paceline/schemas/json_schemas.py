@@ -17,12 +17,12 @@ from paceline.schemas import (
     clients,
     command_results,
     cost,
+    evaluation,
     events,
     flow_results,
     jobs,
     plan,
     records,
-    training,
 )
 
 SCHEMAS: dict[str, type[BaseModel]] = {
@@ -47,7 +47,7 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "evaluate": flow_results.EvaluateAnswer,
     "promote": flow_results.PromoteAnswer,
     "rollback": flow_results.RollbackAnswer,
-    "evidence": training.Evidence,
+    "evidence": evaluation.Evidence,
     "token-made": access.TokenMade,
     "tokens": access.TokensShown,
     "token-revoked": access.TokenRevoked,
