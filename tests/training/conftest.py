@@ -54,10 +54,14 @@ SETTINGS = TrainingSettings(
 @pytest.fixture(autouse=True)
 def no_module_of_an_earlier_test() -> Iterator[None]:
     """Forget the example that a test loaded here: a process takes a module from one directory."""
-    before = list(sys.path)
+
+    def forget() -> None:  # also what a fixture of a whole module loaded
+        sys.modules.pop("byte_gru", None)
+        sys.path[:] = [each for each in sys.path if not Path(each, "byte_gru.py").is_file()]
+
+    forget()
     yield
-    sys.modules.pop("byte_gru", None)
-    sys.path[:] = before
+    forget()
 
 
 class Listener(EventWriter):
