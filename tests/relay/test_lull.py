@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
 import pytest
 
-from paceline.relay.transport import MAX_SLEEP_S, ReadCoalescer, sockets as lull
+from paceline.relay.transport import MAX_SLEEP_S, PlainChannel, ReadCoalescer, sockets
 
 BLOCK = 64 * 1024
 BUFFER = 1024 * 1024  # what the kernel takes before it holds the sender up
+SMALL = 64 * 1024
 
 
 class Link:
@@ -15,7 +21,7 @@ class Link:
 
     def __init__(self, rate: float) -> None:
         self.rate, self.now_s, self.slept_s = rate, 0.0, 0.0
-        self.buffered, self.filled_at_s, self.wakes = 0.0, 0.0, 0
+        self.buffered, self.filled_at_s, self.wakes, self.holds = 0.0, 0.0, 0, BUFFER
 
     def sleep(self, seconds: float) -> None:
         assert seconds <= MAX_SLEEP_S
@@ -28,7 +34,7 @@ class Link:
     def read(self, count: int) -> None:
         """Take ``count`` bytes, one wake-up a segment of those that were not there yet."""
         self.buffered += (self.now_s - self.filled_at_s) * self.rate
-        self.buffered = min(self.buffered, BUFFER)
+        self.buffered = min(self.buffered, self.holds)
         if (missing := count - self.buffered) > 0:
             self.wakes += int(missing // 1448) + 1
             self.now_s += missing / self.rate
@@ -37,23 +43,25 @@ class Link:
         self.buffered -= count
 
 
-def blocks(link: Link, reader: ReadCoalescer, count: int) -> float:
+def blocks(
+    link: Link, reader: ReadCoalescer, count: int, block: int = BLOCK, held: int = 0
+) -> float:
     """Read so many blocks; return their bytes per second."""
     since_s = link.now_s
     for _ in range(count):
         began_s = link.monotonic()
-        if wait_s := reader.wait_s(BLOCK):
+        if wait_s := reader.wait_s(min(block, held or block)):
             reader.sleep(wait_s)
         read_s = link.monotonic()
-        link.read(BLOCK)
-        reader.read(BLOCK, began_s, link.monotonic() - read_s)
-    return count * BLOCK / (link.now_s - since_s)
+        link.read(block)
+        reader.read(block, began_s, link.monotonic() - read_s, held)
+    return count * block / (link.now_s - since_s)
 
 
 @pytest.fixture
 def link(monkeypatch: pytest.MonkeyPatch) -> Link:
     made = Link(6e6)
-    monkeypatch.setattr(lull, "time", made)
+    monkeypatch.setattr(sockets, "time", made)
     return made
 
 
@@ -90,3 +98,38 @@ def test_a_pause_of_the_sender_is_made_up_for(link: Link) -> None:
     since_s = link.now_s
     blocks(link, reader, 100)
     assert link.now_s - since_s < 1.02 * 100 * BLOCK / 6e6
+
+
+@pytest.mark.parametrize("rate", [12e6, 100e6, 1e9])
+def test_a_sleep_that_outlasts_the_buffer_is_no_rate(link: Link, rate: float) -> None:
+    reader, link.holds = ReadCoalescer(), SMALL
+    blocks(link, reader, 20, 4 * SMALL, SMALL)
+    link.rate = rate
+    blocks(link, reader, 60, 4 * SMALL, SMALL)
+    assert blocks(link, reader, 100, 4 * SMALL, SMALL) > 0.9 * rate
+
+
+def test_a_peer_that_the_kernel_stops_is_read_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        time.sleep(seconds)
+
+    monkeypatch.setattr(sockets, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    size = 20_000_000
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sending = socket.create_connection(server.getsockname())
+        receiving, _ = server.accept()
+    with sending, receiving:
+        receiving.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL)
+        channel = PlainChannel(receiving)
+        channel._coalescer._per_byte_s = 1 / 4e6  # as after a slow beginning
+        thread = threading.Thread(target=sending.sendall, args=(bytes(size),))
+        thread.start()
+        view, done = memoryview(bytearray(4 * SMALL)), 0
+        while done < size:
+            due = min(len(view), size - done)
+            done += channel.read(view[:due], due, 0)
+        thread.join()
+    assert sum(slept) < 1.0, "at 4 MB/s these are five seconds"

@@ -15,7 +15,7 @@ from paceline.relay import DirectoryReader, OnSocket, OriginStream, S3Reader, ra
 from paceline.relay.protocol import Extent, SessionEvent, SessionLimits
 from paceline.relay.sources import below_roots
 from paceline.relay.store import Store
-from paceline.relay.transport import Pacer, PullSpec, TransferCounters
+from paceline.relay.transport import MAX_SLEEP_S, Pacer, PullSpec, ReadCoalescer, TransferCounters
 from paceline.schemas import Source, WorkerLanes
 from paceline.storage import ObjectStore
 from tests.relay.kit import DEPLOYMENT, manifest_of, paper_manifest, plan, until, write_model
@@ -80,6 +80,25 @@ def test_a_flipped_byte_in_the_bucket_names_url_and_piece(
         assert fleet.drivers["node-0"].store.versions() == []
 
 
+def test_no_reader_sleeps_where_nothing_is_slow(
+    tmp_path: Path, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+
+    def sleep(self: ReadCoalescer, wait_s: float) -> bool:
+        slept.append(wait_s)
+        return plain(self, wait_s)
+
+    plain = ReadCoalescer.sleep
+    monkeypatch.setattr(ReadCoalescer, "sleep", sleep)
+    model = write_model(tmp_path / "model", 60_000_000)
+    manifest = publish_model(model, URL, model_id="m", version="v1", store=store, link_mbit=1000)
+    with LocalFleet(tmp_path / "nodes", NAMES, open_source=opener(store)) as fleet:
+        fleet.deploy(manifest, lanes(manifest, fleet))
+        fleet.receipts(DEPLOYMENT)
+    assert sum(min(each, MAX_SLEEP_S) for each in slept) < 5, "at 5 MB/s it were twelve seconds"
+
+
 class Replacing(S3Reader):
     """Replaces the object once it has been read from."""
 
@@ -131,6 +150,7 @@ class Watched(DirectoryReader):
         self.asked: list[tuple[str, int, int]] = []
         self.pinned: list[str] = []
         self.gate = threading.Semaphore(0)
+        self.step = 16_384  # bytes
 
     def pin(self, file: FileEntry) -> None:
         self.pinned.append(file.path)
@@ -143,7 +163,7 @@ class Watched(DirectoryReader):
         for filled in super().stream(file, offset, view, on_socket):
             while done < filled:
                 self.gate.acquire()
-                done = min(filled, done + 16_384)
+                done = min(filled, done + self.step)
                 yield done
 
 
@@ -191,8 +211,8 @@ def test_a_piece_is_forwarded_before_its_range_is_complete(tmp_path: Path) -> No
 
 def test_ranges_begin_small_and_grow(tmp_path: Path) -> None:
     pulled = Pulled(tmp_path, 60_000_000, piece_bytes=65_536, chunk_bytes=16 * 1024 * 1024)
-    for _ in range(5_000):
-        pulled.reader.gate.release()
+    pulled.reader.step = 1024 * 1024
+    pulled.reader.gate.release(5_000)
     pulled.stream.request(Extent(0, pulled.manifest.piece_count))
     until(lambda: pulled.verified == pulled.manifest.piece_count)
     pulled.stream.close()

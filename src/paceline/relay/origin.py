@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from paceline.errors import PacelineError
@@ -28,6 +28,7 @@ from paceline.relay.transport import (
     PullSpec,
     ReadCoalescer,
     ReceiveWindow,
+    held_bytes,
 )
 
 # Parallel ranges: Amazon recommends one request for each 85 to 90 MB/s wanted of S3 ("Performance
@@ -136,9 +137,15 @@ class OriginStream:
         self._pull.report(SourceAlive(self._pull.key, self._pull.stream))
         data = memoryview(bytearray(size))
         done, alive_at = 0, time.monotonic()
+        used: list[socket.socket] = []  # one an answer
+
+        def on_socket(sock: socket.socket) -> None:
+            self._limit(sock)
+            used.append(sock)
+
         with self._busy.reading():
-            steps = self._reader.stream(file, offset, data, self._limit)
-            for filled in _coalesced_reads(steps, lull):
+            steps = self._reader.stream(file, offset, data, on_socket)
+            for filled in _coalesced_reads(steps, lull, used):
                 self._pull.counters.add(origin=filled - done)
                 while done < filled:
                     if self._closed:
@@ -205,18 +212,24 @@ class _BusyTimer:
             return lap
 
 
-def _coalesced_reads(steps: Iterator[int], lull: ReadCoalescer) -> Iterator[int]:
-    """Yield what ``steps`` yields, with a pause before each in which its bytes may gather."""
+def _coalesced_reads(
+    steps: Iterator[int], lull: ReadCoalescer, used: Sequence[socket.socket]
+) -> Iterator[int]:
+    """Yield what ``steps`` yields, with a pause before each in which its bytes may gather: in the
+    last socket that was ``used``.
+    """
     done = step = 0
     while True:
         began_s = time.monotonic()
-        lull.sleep(step)
+        most = held_bytes(used[-1]) if used else 0
+        if wait_s := lull.wait_s(min(step, most or step)):
+            lull.sleep(wait_s)
         read_s = time.monotonic()
         filled = next(steps, None)
         if filled is None:
             return
         step, done = filled - done, filled
-        lull.read(step, began_s, time.monotonic() - read_s)
+        lull.read(step, began_s, time.monotonic() - read_s, most)
         yield filled
 
 

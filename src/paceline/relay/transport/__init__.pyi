@@ -70,6 +70,7 @@ from .sockets import (
     MAX_SLEEP_S as MAX_SLEEP_S,
     PlainChannel as PlainChannel,
     ReadCoalescer as ReadCoalescer,
+    held_bytes as held_bytes,
     read_frame as read_frame,
 )
 from .tcp_server import TcpTransport as TcpTransport

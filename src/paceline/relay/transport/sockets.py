@@ -33,7 +33,22 @@ SLEEP_GROWTH = 1.05  # per sleep; at 30 ms from the start a chain of four took 0
 MIN_SLEEP_S = 0.0005  # a shorter sleep costs more than it saves
 SLEEP_SHARE = 0.95  # of the expected time; the read itself waits for the rest
 BLOCKED_S = 0.0004  # a read that took longer waited for the link
+# While the reader sleeps, a full buffer stops the sender, and the rate is then what the sleeps make
+# it. Half a sleep tells: as many bytes in less time are a faster link.
+PROBE_EVERY = 10  # sleeps
+PROBE_AGAIN = 2  # after a probe that found the link faster
+PROBE_GAIN = 1.4  # so much faster
+MEAN_OF = 4  # reads
 LEAST_BYTES = 16 * 1024  # less is not worth a sleep
+
+
+def held_bytes(sock: socket.socket) -> int:
+    """Return about how much the kernel keeps for a reader before it stops the sender; 0 where the
+    socket is closed.
+    """
+    with suppress(OSError):
+        return sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 3  # the rest is overhead
+    return 0
 
 
 class ReadCoalescer:
@@ -42,6 +57,9 @@ class ReadCoalescer:
     def __init__(self) -> None:
         self._per_byte_s = 0.0  # 0: unknown, or too fast for a sleep
         self._longest_s = FIRST_SLEEP_S
+        self._slept_s = 0.0  # before the next read
+        self._mean_s = 0.0  # seconds a byte took of late, in reads after a sleep
+        self._until_probe = PROBE_EVERY
 
     def wait_s(self, missing: int) -> float:
         """Return how long ``missing`` bytes take to arrive; 0 where that is not worth a sleep."""
@@ -50,23 +68,47 @@ class ReadCoalescer:
 
     def sleep(self, wait_s: float) -> bool:
         """Sleep for ``wait_s``, or as long as is allowed now; return whether that was all of it."""
-        longest_s = self._longest_s
-        time.sleep(min(wait_s, longest_s))
-        self._longest_s = min(MAX_SLEEP_S, SLEEP_GROWTH * longest_s)
-        return wait_s <= longest_s
+        slept_s = min(wait_s, self._longest_s)
+        self._longest_s = min(MAX_SLEEP_S, SLEEP_GROWTH * self._longest_s)
+        self._until_probe -= 1
+        if self._until_probe <= 0:
+            slept_s /= 2
+        self._slept_s = slept_s
+        time.sleep(slept_s)
+        return wait_s <= slept_s
 
-    def read(self, count: int, began_s: float, blocked_s: float) -> None:
+    def read(self, count: int, began_s: float, blocked_s: float, held: int = 0) -> None:
         """Update the estimate: ``count`` bytes were awaited since ``began_s`` (monotonic clock),
         the last ``blocked_s`` of it in the read itself.
+
+        ``held``: bytes that the kernel keeps before it stops the sender (0: unknown).
         """
         if count < LEAST_BYTES:
+            return
+        seen = (time.monotonic() - began_s) / count
+        if count > held > 0:  # at least the rest came within the read, however long the sleep
+            seen = min(seen, blocked_s / (count - held))
+        if self._slept_s and self._slept_too_long(seen):
             return
         if blocked_s < BLOCKED_S:
             self._per_byte_s *= 0.5 if self._per_byte_s * count > MAX_SLEEP_S else 0.9
             return
-        seen = (time.monotonic() - began_s) / count
         # Grow at most twofold, so that a pause of the sender does not count as a rate.
         self._per_byte_s = min(seen, 2 * self._per_byte_s) if self._per_byte_s else seen
+
+    def _slept_too_long(self, seen: float) -> bool:
+        """Return whether half a sleep has just shown that; if so, the next ones are as short."""
+        slept_s, self._slept_s = self._slept_s, 0.0
+        if self._until_probe > 0:
+            self._mean_s += (seen - self._mean_s) / MEAN_OF if self._mean_s else seen
+            return False
+        if seen * PROBE_GAIN >= self._mean_s:
+            self._until_probe = PROBE_EVERY
+            return False
+        self._until_probe = PROBE_AGAIN
+        self._longest_s, self._mean_s = max(slept_s, MIN_SLEEP_S), seen
+        self._per_byte_s = seen if slept_s > MIN_SLEEP_S else 0.0
+        return True
 
 
 IO_TIMEOUT_S = 10.0  # the longest any single read or write may make no progress at all
