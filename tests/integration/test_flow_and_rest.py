@@ -135,6 +135,7 @@ def asked(site: Site, stack: Runtime) -> Iterator[dict[str, str]]:
         assert finish(resident, 30).code == 0
 
 
+@pytest.mark.nightly
 def test_a_cancel_in_prefect_ends_both(site: Site, stack: Runtime, asked: dict[str, str]) -> None:
     d = asked["cancelled"]
     assert site.ask("1", "cancelled-in-prefect") == d, "the same key is the same deployment"

@@ -214,6 +214,7 @@ def rolled_back(stack: Runtime, lifecycle: Ended) -> Ended:
     return ended
 
 
+@pytest.mark.nightly
 def test_rollback_brings_the_previous_champion_back_without_a_transfer(
     stack: Runtime, lifecycle: Ended, rolled_back: Ended
 ) -> None:

@@ -79,10 +79,8 @@ def no_pickles(path: Path) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(each, marks=[] if each == "llama" else pytest.mark.nightly) for each in FAMILIES],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_program_of_each_family_has_the_models_logits(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,7 +133,8 @@ def test_wrong_credentials_are_access_denied(s3: RcloneS3, store: ObjectStore, w
             call()
 
 
-def test_a_stopped_server_is_service_unavailable(tmp_path: Path) -> None:
+def test_a_stopped_server_is_service_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "RETRY_BUDGET_S", 1.0)
     with rclone_s3() as server:
         store = server.store()
         store.ensure_bucket("objects")

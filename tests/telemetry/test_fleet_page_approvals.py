@@ -54,7 +54,7 @@ def test_a_waiting_promotion_is_listed_shown_and_approved(served: Served) -> Non
     runtime = served.runtime.model_copy(update={"endpoints": known})
     assert run_pages(runtime, run_id)["fleet"] == f"{served.url}/fleet#approval={run_id}"
     with opened(served, "view=approvals", token_of(served, "bob", "approve")) as browser:
-        see(browser, "//nav/a[@aria-current and text()='Approvals']")
+        see(browser, "//nav/a[@aria-current and .='Approvals (1)']")
         row = see(browser, f"//*[@id='approval-list']//tr[contains(., '{run_id}')]").text
         assert "ann" in row
         assert "in 10 min" in row
@@ -85,6 +85,7 @@ def test_a_waiting_promotion_is_listed_shown_and_approved(served: Served) -> Non
         see(browser, "//*[@id='approval']//h2/*[text()='approved']")
         assert "Decided\nby bob, " in text(browser, "#approval")
         assert not browser.find_elements("css selector", "main button.act")
+        see(browser, "//nav/a[.='Approvals']")
     approval = served.client().approval(run_id).approval
     assert approval is not None
     assert (approval.approver, approval.reason) == ("bob", "figures hold up")

@@ -205,9 +205,8 @@ def test_a_resumed_training_has_the_bits_of_an_uninterrupted_one(
         assert by_step[each["step"]]["loss"] == pytest.approx(each["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "model", ["transformers", pytest.param("user code", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", ["transformers", "user code"])
 def test_other_models_are_trained_with_it(
     text: Path, code: Path, tmp_path: Path, model: str
 ) -> None:

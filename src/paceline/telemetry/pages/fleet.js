@@ -7,7 +7,7 @@ import {drawEvents, keep} from "./events.js";
 import {pollJob, pollJobs} from "./jobs.js";
 import {drawWorker, drawWorkers, pollWorker, rated} from "./workers.js";
 
-const DRAW_MS = 400, POLL_MS = 2000, SILENCE_MS = 12000;
+const DRAW_MS = 400, POLL_MS = 2000, COUNT_MS = 10000, SILENCE_MS = 12000;
 const STORED = "paceline-token";
 const VIEWS = { // what a view draws of the stream, and what it asks for by itself
   overview: {draw: () => { drawTiles(); drawDeployments(); drawEvents(); }},
@@ -81,7 +81,7 @@ function connected() {
 }
 async function identify() {
   asking = true;
-  try { session.who = await api("/installation"); draw(); poll(); } catch { /* asked again with the next message */ }
+  try { session.who = await api("/installation"); draw(); poll(); count(); } catch { /* asked again with the next message */ }
   asking = false;
 }
 async function run() {
@@ -118,6 +118,11 @@ async function poll() {
   if (document.hidden || $("main").hidden || poll.busy) return;
   poll.busy = true;
   try { await VIEWS[view].poll?.(subject); } finally { poll.busy = false; }
+}
+async function count() {
+  if (document.hidden || $("main").hidden || !session.who) return;
+  const waiting = await api("/approvals").then(found => found.approvals.length, () => 0); // its view says why
+  $("to-approvals").textContent = "Approvals" + (waiting ? " (" + waiting + ")" : "");
 }
 function show() {
   const asked = new URLSearchParams(location.hash.slice(1)), token = asked.get("token");
@@ -183,8 +188,9 @@ window.onpointerdown = () => { pressed = true; };
 window.onpointerup = window.onpointercancel = () => { pressed = false; };
 window.onhashchange = show;
 window.onresize = () => { if (!$("main").hidden) draw(); };
-window.addEventListener("acted", poll);
+window.addEventListener("acted", () => { poll(); count(); });
 setInterval(poll, POLL_MS);
+setInterval(count, COUNT_MS);
 session.token = sessionStorage.getItem(STORED) || "";
 show();
 if (session.token) run();
