@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import tarfile
@@ -247,6 +248,21 @@ def test_bad_rows_are_left_out_and_named(source: Path, tmp_path: Path) -> None:
     assert reasons["more"].startswith("a column 'm'")
     assert reasons["half"] == "not UTF-8"
     assert reasons["all.jsonl:14"] == "its 'key' is no name"
+
+
+def test_gzipped_jsonl_is_read_and_a_cut_file_is_named(source: Path, tmp_path: Path) -> None:
+    write_jsonl(rows_of(20), source)
+    plain = built(source, tmp_path / "plain", format="jsonl")
+    for path, packed in (("a.jsonl", "a.jsonl.gz"), ("b.jsonl", "b.json.gz")):
+        (source / packed).write_bytes(gzip.compress((source / path).read_bytes()))
+        (source / path).unlink()
+    found = built(source, tmp_path / "packed", format="jsonl")
+    assert (found.record.documents, found.record.skipped) == (20, 0)
+    assert read(found, tmp_path / "a").keys() == read(plain, tmp_path / "b").keys()
+    whole = (source / "a.jsonl.gz").read_bytes()
+    (source / "a.jsonl.gz").write_bytes(whole[:-20])
+    with pytest.raises(InvalidInput, match=r"JSONL file cannot be read.*a\.jsonl\.gz"):
+        built(source, tmp_path / "cut", format="jsonl")
 
 
 def test_two_samples_of_one_key_are_refused(source: Path, tmp_path: Path) -> None:

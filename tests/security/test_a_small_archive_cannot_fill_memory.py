@@ -225,3 +225,13 @@ def test_a_line_without_an_end_is_passed_over(tmp_path: Path) -> None:
     samples, left_out, error = read(path, "jsonl")
     assert (samples, error) == (["a"], None)
     assert left_out[0].startswith("too large")
+
+
+def test_lines_that_are_unpacked_without_end_are_refused_by_name(tmp_path: Path) -> None:
+    line, zeros = b'{"key": "a", "text": "one"}\n', gzip.compress(b"\0" * (16 * MB))
+    path = tmp_path / "all.jsonl.gz"
+    path.write_bytes(gzip.compress(line) + zeros * 40)
+    samples, _, error = read(path, "jsonl")
+    assert samples == ["a"]
+    assert error is not None
+    assert "grows to more than 256 times its size" in error

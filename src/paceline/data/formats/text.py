@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from paceline.data.formats.decompressed import Damaged, Decompressed
 from paceline.data.formats.sample import (
     MAX_COLUMN_NAME,
     MAX_DOCUMENT_BYTES,
@@ -28,7 +29,7 @@ from paceline.errors import InvalidInput
 
 SUFFIXES: dict[str, tuple[str, ...]] = {
     "text": ("",),
-    "jsonl": (".jsonl", ".ndjson"),
+    "jsonl": (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json.gz"),
     "parquet": (".parquet", ".pq"),
     "tar": (".tar", ".tar.gz", ".tgz"),
 }
@@ -55,7 +56,7 @@ def open_reader(format_: str) -> Iterator[Reader]:
 def read_jsonl(path: Path, name: str, fields: Fields) -> Iterator[Sample | UnusableSample]:
     """Yield the file's samples; raises InvalidInput for a file that the disk cannot read."""
     try:
-        with path.open("rb") as file:
+        with Decompressed(path) as file:
             number = 0
             while line := file.readline(MAX_JSON_BYTES + 1):
                 number += 1
@@ -64,10 +65,9 @@ def read_jsonl(path: Path, name: str, fields: Fields) -> Iterator[Sample | Unusa
                     yield _sample(line, where, fields)
                 while len(line) > MAX_JSON_BYTES and not line.endswith(b"\n"):
                     line = file.readline(MAX_JSON_BYTES + 1)  # skip the rest of the line
-    except OSError as error:
-        raise InvalidInput(
-            "JSONL file cannot be read", got=error.strerror or str(error), where=name
-        ) from error
+    except (Damaged, OSError) as error:
+        got = getattr(error, "strerror", None) or str(error)
+        raise InvalidInput("JSONL file cannot be read", got=got, where=name) from error
 
 
 def _sample(line: bytes, where: str, fields: Fields) -> Sample | UnusableSample:
