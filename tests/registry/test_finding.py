@@ -136,5 +136,5 @@ def test_where_finds_a_run_by_its_beginning_without_importing_mlflow(
     assert ids[1] in said
     assert "no such run" in typed("where", "run-20260104-000000-dddddd")[2]
     assert "not a run id" in typed("where", "run-'x")[2]
-    assert "no version of this model" in typed("rollback", "no/such-model")[2]
-    assert "not a model's id" in typed("rollback", "../x")[2]
+    assert "no version of this model" in typed("model", "rollback", "no/such-model")[2]
+    assert "not a model's id" in typed("model", "rollback", "../x")[2]

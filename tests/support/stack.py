@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -123,8 +124,16 @@ def _ask(url: str, auth: str, method: str = "GET", body: Any = None) -> Any:
 
 
 def prefect(stack: Runtime, method: str, path: str, body: Any = None) -> Any:
-    """Call the installation's Prefect server, as its page does."""
-    return _ask(stack.endpoints.prefect_api_url + path, stack.secrets.prefect_auth, method, body)
+    """Call the installation's Prefect server; again while its database is busy."""
+    url, auth = stack.endpoints.prefect_api_url + path, stack.secrets.prefect_auth
+    for pause_s in (0.5, 1, 2, 4, 8):
+        try:
+            return _ask(url, auth, method, body)
+        except urllib.error.HTTPError as error:
+            if error.code != 503:
+                raise
+        time.sleep(pause_s)
+    return _ask(url, auth, method, body)
 
 
 def state_of(stack: Runtime, flow_run_id: str) -> str:
