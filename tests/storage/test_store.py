@@ -22,6 +22,7 @@ from paceline.standalone import distribute
 from paceline.storage import ObjectStore, client as clients
 from tests.support.conditional_s3 import conditional_s3
 from tests.support.rclone import RcloneS3, rclone_s3
+from tests.support.stack import CLOSED_PROXY
 from tests.support.web import Answer, Call, serving
 
 
@@ -146,6 +147,17 @@ def test_a_stopped_server_is_service_unavailable(monkeypatch: pytest.MonkeyPatch
         ):
             with pytest.raises(ServiceUnavailable, match=server.endpoint_url):
                 call()
+
+
+def test_a_proxy_does_not_catch_loopback_that_awss_settings_name(
+    s3: RcloneS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3.store().ensure_bucket("objects")
+    monkeypatch.setattr(clients, "_sessions", {})
+    monkeypatch.setenv("HTTP_PROXY", CLOSED_PROXY)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint_url)
+    store = ObjectStore(access_key=s3.access_key, secret_key=s3.secret_key)
+    assert store.put_bytes("s3://objects/behind", b"it").size == 2
 
 
 def test_an_endpoint_without_scheme_is_refused() -> None:

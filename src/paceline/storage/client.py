@@ -76,8 +76,6 @@ def make_client(access: ObjectAccess, *, hasty: bool = False, sign: Sign | None 
     from botocore.config import Config
     from botocore.exceptions import ProfileNotFound
 
-    host = urlsplit(access.endpoint_url).hostname or ""
-    local = host in ("localhost", "::1") or host.startswith("127.")
     style = access.addressing or ("path" if access.endpoint_url else "")
     config = Config(
         signature_version="s3v4" if sign is None else UNSIGNED,
@@ -90,7 +88,6 @@ def make_client(access: ObjectAccess, *, hasty: bool = False, sign: Sign | None 
         # Servers differ in what they do with the newer checksums; our digests are the check.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
-        proxies={} if local else None,  # a proxy variable must not catch loopback
     )
     with _creating:
         key = (access.profile, *aws_variables())
@@ -105,7 +102,8 @@ def make_client(access: ObjectAccess, *, hasty: bool = False, sign: Sign | None 
                 do="Add it to ~/.aws/config or ~/.aws/credentials of this user.",
             ) from error
         session = _sessions[key]
-        client = session.client(
+        make = functools.partial(
+            session.client,
             "s3",
             endpoint_url=access.endpoint_url or None,
             aws_access_key_id=access.access_key or None,
@@ -113,8 +111,12 @@ def make_client(access: ObjectAccess, *, hasty: bool = False, sign: Sign | None 
             # Amazon redirects to a bucket's own region; other servers accept any.
             region_name=access.region or session.region_name or "us-east-1",
             verify=_certificate_file(access.ca),
-            config=config,
         )
+        client = make(config=config)
+        # A proxy variable must not catch loopback; AWS's settings may name the endpoint, too.
+        host = urlsplit(client.meta.endpoint_url).hostname or ""
+        if host in ("localhost", "::1") or host.startswith("127."):
+            client = make(config=config.merge(Config(proxies={})))
     if parameters := access.parameters | _customer_key(access.customer_key_env):
         client.meta.events.register("provide-client-params.s3.*", _adding(parameters))
     if sign is not None:
