@@ -133,3 +133,31 @@ def test_a_peer_that_the_kernel_stops_is_read_faster(monkeypatch: pytest.MonkeyP
             done += channel.read(view[:due], due, 0)
         thread.join()
     assert sum(slept) < 1.0, "at 4 MB/s these are five seconds"
+
+
+def test_several_sleeps_of_one_read_are_probed_together(link: Link) -> None:
+    """As over TLS, which takes what has gathered and sleeps again until the view is full."""
+    reader, view, link.holds = ReadCoalescer(), 8 * SMALL, SMALL
+    round_trip_s = 0.001  # until a sender that was stopped goes on
+
+    def read_one() -> None:
+        began_s, missing, blocked_s = link.now_s, view, 0.0
+        while missing:
+            if wait_s := reader.wait_s(min(missing, SMALL)):
+                reader.sleep(wait_s)
+            woke_s, take = link.now_s, min(missing, SMALL)
+            stopped = (link.now_s - link.filled_at_s) * link.rate >= SMALL
+            link.read(take)
+            blocked_s = max(blocked_s, link.now_s - woke_s + (round_trip_s if stopped else 0))
+            link.now_s = link.filled_at_s = link.now_s + (round_trip_s if stopped else 0)
+            missing -= take
+        reader.read(view, began_s, blocked_s)
+
+    for rate in (3e6, 100e6):
+        link.rate = rate
+        for _ in range(100):
+            read_one()
+    since_s = link.now_s
+    for _ in range(100):
+        read_one()
+    assert 100 * view / (link.now_s - since_s) > 0.5 * SMALL / round_trip_s

@@ -188,10 +188,13 @@ def whole_training_id(client: CoordinatorClient, given: str) -> str:
     if given.startswith("tj-"):
         job = client.job(whole_job_id(client, given)).job
         if job.report is None or not job.report.training_id:
+            ended = job.state.is_final
             raise NotFound(
-                "this job has not trained yet", got=f"{job.job_id}, {job.state.value}",
-                wanted="a job that has ended", do=f"`paceline jobs show {job.job_id}` follows it.",
-            )  # fmt: skip
+                "this job ended without a training" if ended else "this job has not trained yet",
+                got=f"{job.job_id}, {job.state.value}",
+                wanted="a job that has trained",
+                do=f"See `paceline jobs {'list' if ended else f'show {job.job_id}'}`.",
+            )
         return job.report.training_id
     reports = (each.report for each in client.jobs(training=given, limit=500).jobs)
     return one_of("training", given, {each.training_id for each in reports if each} - {""})

@@ -146,7 +146,7 @@ class OriginStream:
 
         with self._busy.reading():
             steps = self._reader.stream(file, offset, data, on_socket)
-            for filled in _coalesced_reads(steps, lull, used):
+            for filled in _coalesced_reads(steps, size, lull, used):
                 self._pull.counters.add(origin=filled - done)
                 while done < filled:
                     if self._closed:
@@ -214,16 +214,16 @@ class _BusyTimer:
 
 
 def _coalesced_reads(
-    steps: Iterator[int], lull: ReadCoalescer, used: Sequence[socket.socket]
+    steps: Iterator[int], size: int, lull: ReadCoalescer, used: Sequence[socket.socket]
 ) -> Iterator[int]:
-    """Yield what ``steps`` yields, with a pause before each in which its bytes may gather: in the
-    last socket that was ``used``.
+    """Yield what ``steps`` yields until there are ``size`` bytes, with a pause before each in which
+    its bytes may gather: in the last socket that was ``used``.
     """
     done = step = 0
     while True:
         began_s = time.monotonic()
         most = held_bytes(used[-1]) if used else 0
-        if wait_s := lull.wait_s(min(step, most or step)):
+        if done < size and (wait_s := lull.wait_s(min(step, most or step))):
             lull.sleep(wait_s)
         read_s = time.monotonic()
         filled = next(steps, None)

@@ -29,7 +29,7 @@ from paceline.relay.transport.pacing import Pacer
 
 MAX_SLEEP_S = 0.02  # below the 40 ms after which the kernel sends a delayed ACK
 FIRST_SLEEP_S = 0.004  # a sender's window grows with its round trips, and a sleep is one:
-SLEEP_GROWTH = 1.05  # per sleep; at 30 ms from the start a chain of four took 0.6 s longer
+SLEEP_GROWTH = 1.05  # per read; at 30 ms from the start a chain of four took 0.6 s longer
 MIN_SLEEP_S = 0.0005  # a shorter sleep costs more than it saves
 SLEEP_SHARE = 0.95  # of the expected time; the read itself waits for the rest
 BLOCKED_S = 0.0004  # a read that took longer waited for the link
@@ -69,8 +69,9 @@ class ReadCoalescer:
     def sleep(self, wait_s: float) -> bool:
         """Sleep for ``wait_s``, or as long as is allowed now; return whether that was all of it."""
         slept_s = min(wait_s, self._longest_s)
-        self._longest_s = min(MAX_SLEEP_S, SLEEP_GROWTH * self._longest_s)
-        self._until_probe -= 1
+        if not self._slept_s:  # the first sleep of this read
+            self._longest_s = min(MAX_SLEEP_S, SLEEP_GROWTH * self._longest_s)
+            self._until_probe -= 1
         if self._until_probe <= 0:
             slept_s /= 2
         self._slept_s = slept_s
@@ -84,6 +85,7 @@ class ReadCoalescer:
         ``held``: bytes that the kernel keeps before it stops the sender (0: unknown).
         """
         if count < LEAST_BYTES:
+            self._slept_s = 0.0
             return
         seen = (time.monotonic() - began_s) / count
         if count > held > 0:  # at least the rest came within the read, however long the sleep

@@ -34,6 +34,7 @@ from paceline.relay.transport.sockets import (
     TAKES_NOTHING,
     Channel,
     broken,
+    held_bytes,
 )
 from paceline.schemas import NAME, revoked_admission
 
@@ -155,7 +156,8 @@ class TlsChannel(Channel):
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
                 if done and not whole:
                     break
-                if whole and (wait_s := self._coalescer.wait_s(len(view) - done)):
+                missing = min(len(view) - done, held_bytes(self._sock) or len(view))
+                if whole and (wait_s := self._coalescer.wait_s(missing)):
                     self._coalescer.sleep(wait_s)
                 began_s = time.monotonic()
                 if not self._wait(error, self.timeout_s):
