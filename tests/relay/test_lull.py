@@ -50,7 +50,7 @@ def blocks(
     since_s = link.now_s
     for _ in range(count):
         began_s = link.monotonic()
-        if wait_s := reader.wait_s(min(block, held or block)):
+        if wait_s := reader.wait_s(block, held):
             reader.sleep(wait_s)
         read_s = link.monotonic()
         link.read(block)

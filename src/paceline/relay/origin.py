@@ -222,15 +222,15 @@ def _coalesced_reads(
     done = step = 0
     while True:
         began_s = time.monotonic()
-        most = held_bytes(used[-1]) if used else 0
-        if done < size and (wait_s := lull.wait_s(min(step, most or step))):
+        held = held_bytes(used[-1]) if used else 0
+        if done < size and (wait_s := lull.wait_s(step, held)):
             lull.sleep(wait_s)
         read_s = time.monotonic()
         filled = next(steps, None)
         if filled is None:
             return
         step, done = filled - done, filled
-        lull.read(step, began_s, time.monotonic() - read_s, most)
+        lull.read(step, began_s, time.monotonic() - read_s, held)
         yield filled
 
 

@@ -30,6 +30,7 @@ from paceline.errors import (
     StorageFull,
 )
 from paceline.storage.signing import Sign, SignedRequests
+from paceline.system import is_loopback
 
 Answer = TypeVar("Answer")
 
@@ -114,8 +115,7 @@ def make_client(access: ObjectAccess, *, hasty: bool = False, sign: Sign | None 
         )
         client = make(config=config)
         # A proxy variable must not catch loopback; AWS's settings may name the endpoint, too.
-        host = urlsplit(client.meta.endpoint_url).hostname or ""
-        if host in ("localhost", "::1") or host.startswith("127."):
+        if is_loopback(urlsplit(client.meta.endpoint_url).hostname or ""):
             client = make(config=config.merge(Config(proxies={})))
     if parameters := access.parameters | _customer_key(access.customer_key_env):
         client.meta.events.register("provide-client-params.s3.*", _adding(parameters))

@@ -61,8 +61,12 @@ class ReadCoalescer:
         self._mean_s = 0.0  # seconds a byte took of late, in reads after a sleep
         self._until_probe = PROBE_EVERY
 
-    def wait_s(self, missing: int) -> float:
-        """Return how long ``missing`` bytes take to arrive; 0 where that is not worth a sleep."""
+    def wait_s(self, missing: int, held: int = 0) -> float:
+        """Return how long ``missing`` bytes take to arrive, or the ``held`` ones that the kernel
+        keeps (0: unknown); 0 where that is not worth a sleep.
+        """
+        if 0 < held < missing:
+            missing = held
         wait_s = self._per_byte_s * missing * SLEEP_SHARE
         return wait_s if missing >= LEAST_BYTES and wait_s >= MIN_SLEEP_S else 0.0
 

@@ -156,9 +156,10 @@ class TlsChannel(Channel):
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
                 if done and not whole:
                     break
-                missing = min(len(view) - done, held_bytes(self._sock) or len(view))
-                if whole and (wait_s := self._coalescer.wait_s(missing)):
-                    self._coalescer.sleep(wait_s)
+                if whole:
+                    held = held_bytes(self._sock)
+                    if wait_s := self._coalescer.wait_s(len(view) - done, held):
+                        self._coalescer.sleep(wait_s)
                 began_s = time.monotonic()
                 if not self._wait(error, self.timeout_s):
                     break
