@@ -330,14 +330,12 @@ def run(made: Lab, plan: Plan, seed: int = 7) -> None:
         jobs.append(made.submit(f"job-{number}", team, ranks, chance.choice((0, 0, 5))))
     by_hand = None
     if plan.by_hand:
-        words = ("train", "acme/tiny", "1", "--snapshot", made.snapshot, "--ranks", "1", "--json")
-        more = (
-            "--steps",
-            str(made.steps),
-            "--set",
-            f"training.checkpoints.every_steps={made.every}",
+        words = (
+            *("training", "start", "acme/tiny", "1", "--snapshot", made.snapshot),
+            *("--ranks", "1", "--json", "--steps", str(made.steps)),
+            *("--set", f"training.checkpoints.every_steps={made.every}"),
         )
-        by_hand = start(*words, *more, state=made.stack.state_dir)
+        by_hand = start(*words, state=made.stack.state_dir)
     todo = list(plan.faults)
     chance.shuffle(todo)
     preemptions, failovers, cancelled = plan.preemptions, 1, not plan.cancelled

@@ -37,12 +37,12 @@ from paceline.tasks._support.run import Run
 MAX_BYTES = 16 * 1024 * 1024
 
 AGAIN = {
-    "training": "Run the same `paceline train` again: a finished job is not trained again, its "
+    "training": "Run the same training again: a finished job is not trained again, its "
     "result is recorded.",
     "evaluation": "Run `paceline evaluate` again, and use the report_digest that it prints.",
     "score": "It is computed again.",
     "reference": "Name its digest instead.",
-    "descent": "Run the same `paceline train` again: its result is recorded anew.",
+    "descent": "Run the same training again: its result is recorded anew.",
 }
 
 Kept = TypeVar("Kept", bound=Record)

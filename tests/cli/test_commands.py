@@ -104,7 +104,7 @@ def test_each_word_is_in_one_group_or_starts_the_help() -> None:
     short = [each for each in grouped if each in COMMANDS]
     assert len(short) == len(set(short))
     listed = paceline("--help").stdout
-    for word in set(COMMANDS) - set(short) - {"train"}:  # `training local` and `training start`
+    for word in set(COMMANDS) - set(short):
         assert f"\n  {word} " in listed
     for name in GROUPS:
         assert f"\n  {name} " in listed
@@ -124,17 +124,16 @@ def test_a_command_has_the_same_options_in_short_form_and_in_its_group() -> None
                     ]
 
 
-def test_a_meaning_of_train_offers_only_its_own_options() -> None:
-    here, there = (paceline("training", each, "--help").stdout for each in ("local", "start"))
+def test_train_means_this_machine_and_names_the_command_of_an_installation() -> None:
+    here, there = (paceline(*each, "--help").stdout for each in (["train"], ["training", "start"]))
     assert "--text" in here
-    assert "MODEL_ID" not in here
     assert "--text" not in there
-    assert "MODEL_ID VERSION" in there.replace("[", "").replace("]", "")
+    assert "MODEL_ID VERSION" in there
     assert ("--purpose" in here, "--purpose" in there) == (False, True)
-    refused = paceline("train", "--purpose", "speech")
+    refused = paceline("train", "m", "1", "--ranks", "2")
     assert refused.returncode == 2
-    assert '--purpose belongs to "On an installation"' in refused.stderr, refused.stderr
-    assert "--set data.purpose=" in refused.stderr
+    assert "got m 1" in refused.stderr
+    assert "paceline training start MODEL_ID VERSION --snapshot URL" in refused.stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -304,8 +303,6 @@ FORMS = {  # what is typed → headings of the command's other forms
     "publish my-model --model org/m --version 1": (URL, OF_DIRECTORY, OF_SOURCE),
     "publish my-model s3://b/p --model org/m --version 1": (OF_SOURCE, RUN),
     "publish hf://org/m s3://b/p": (OF_DIRECTORY, RUN),
-    "train": ("On an installation",),
-    "train org/m 1 --snapshot s3://b/d": ("On this machine",),
     "cost": ("Estimate with --steps",),
     "doctor --servers": ("Without --servers",),
 }

@@ -137,9 +137,9 @@ def test_a_scheduler_gets_tls_files_of_its_own_and_up_starts_no_fleet(tmp_path):
     }
     assert files == dict.fromkeys(("ca.pem", "server.pem", "server-key.pem"), 0o600)
     over_ssh = tmp_path / "ssh"
-    assert command("init", "--profile", "hosts", *words, state=over_ssh).returncode == 0
+    assert command("init", "--profile", "ssh", *words, state=over_ssh).returncode == 0
     assert load_runtime(over_ssh).profile.cluster.kind == "ssh"
-    refused = command("up", "--profile", "hosts", state=tmp_path / "up")
+    refused = command("up", "--profile", "ssh", state=tmp_path / "up")
     assert refused.returncode == 2
     assert "one machine's nodes" in refused.stderr
     bad = command("init", *TLS, *words[:2], "--scheduler", "10.0.0.1", state=tmp_path / "bad")
@@ -152,7 +152,7 @@ def test_a_scheduler_gets_tls_files_of_its_own_and_up_starts_no_fleet(tmp_path):
     "words",
     [
         ("lifecycle",),
-        ("train", "acme/tiny", "1", "--snapshot", "s3://paceline/data/snapshots/x"),
+        ("training", "start", "acme/tiny", "1", "--snapshot", "s3://paceline/data/snapshots/x"),
         ("verify", "acme/tiny", "1"),
         ("snapshot", "s3://paceline/texts"),
     ],

@@ -369,7 +369,7 @@ def test_distribute_refuses_another_manifest_than_the_one_named(
 
 # --- flows ----------------------------------------------------------------------------------------
 
-TRAIN = ("train", "m", "1", "--snapshot", "s3://paceline/data/x")
+TRAIN = ("training", "start", "m", "1", "--snapshot", "s3://paceline/data/x")
 
 
 def test_a_flow_is_started_there_and_followed_to_its_result(
@@ -440,7 +440,7 @@ def test_what_a_client_may_not_have_a_flow_read_is_refused(
     (laptop / "texts").mkdir()
     one_line(paceline("lifecycle", "--data", "texts"), 2, "names its data by URL")
     one_line(paceline("snapshot", "texts"), 2, "names its data by URL", "wanted s3://bucket/prefix")
-    other = ("train", "m", "1", "--snapshot", "s3://elsewhere/x")
+    other = ("training", "start", "m", "1", "--snapshot", "s3://elsewhere/x")
     one_line(paceline(*other), 77, "not a source", "s3://elsewhere/x")
     judged = (*TRAIN, "--evaluate-on", "s3://elsewhere/y")
     one_line(paceline(*judged), 77, "not a source", "s3://elsewhere/y")

@@ -188,7 +188,7 @@ ABSENT = [
     (("verify", "m", "7"), 1, ("models/m/7",)),
     (("publish", "/no/model", "--model", "m", "--version", "1"), 1, ("/no/model",)),
     (("snapshot", "/no/texts"), 1, ("/no/texts",)),
-    (("train", "m", "7", "--snapshot", "s3://refusing/data/x"), 1, ("models/m/7",)),
+    (("training", "start", "m", "7", "--snapshot", "s3://refusing/data/x"), 1, ("models/m/7",)),
     (
         ("evaluate", "m", "--base", "7", "--trained", "0" * 64, "--snapshot", "s3://x/y"),
         1,

@@ -203,7 +203,8 @@ def test_a_cancel_midway_saves_ends_frees_tells_and_the_next_run_goes_on(
 
     second = new_run_id()
     command = start(
-        "train", model, version, "--snapshot", data, "--steps", str(STEPS), "--run-id", second,
+        *("training", "start", model, version, "--snapshot", data),
+        *("--steps", str(STEPS), "--run-id", second),
         state=stack.state_dir,
     )  # fmt: skip
     ranks = midway(stack, lambda: least_step(stack) >= saved + MIDWAY)

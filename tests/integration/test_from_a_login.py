@@ -70,10 +70,10 @@ def test_every_flow_of_a_person_runs_over_the_login(
     model = lifecycle.answer["model"]["model_id"]
     snapshot = f"{stack.data_url}/snapshots/{lifecycle.answer['data']['digest']}"
     assert laptop.answer("verify", model, "1")["verified"] == stack.profile.cluster.nodes
-    trained = laptop.answer("train", model, "1", "--snapshot", snapshot)
+    trained = laptop.answer("training", "start", model, "1", "--snapshot", snapshot)
     assert laptop.answer("lifecycle")["already_done"]
     own = ("--steps", "4", "--set", "training.learning_rate=0.002")
-    other = laptop.answer("train", model, "1", "--snapshot", snapshot, *own)
+    other = laptop.answer("training", "start", model, "1", "--snapshot", snapshot, *own)
     assert other["steps"] == 4
     assert other["job_id"] != trained["job_id"]
     said = laptop("generate", f"{stack.models_url}/{model}/1", "def ", "--max-tokens", "5")

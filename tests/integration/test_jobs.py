@@ -372,7 +372,15 @@ def test_hosts_that_lack_the_base_of_a_training_get_it(lab: Lab) -> None:
     for words in (
         ("publish", str(stored), "--model", "elsewhere", "--version", "1"),
         ("distribute", "elsewhere", "1", "--to", "node-0", "--stage-only"),
-        ("train", "elsewhere", "1", "--snapshot", lab.snapshot, "--ranks", "4", "--steps", "3"),
+        (
+            "training",
+            "start",
+            "elsewhere",
+            "1",
+            "--snapshot",
+            lab.snapshot,
+            *["--ranks", "4", "--steps", "3"],
+        ),
     ):
         done = paceline(*words, state=lab.stack.state_dir)
         assert done.code == 0, done.err

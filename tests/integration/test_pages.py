@@ -64,7 +64,10 @@ def lines_of(page: str, name: str, words: Mapping[str, str] = {}, more: str = ""
         text, count = re.subn(rf"(?<!\w){re.escape(old)}(?!\w)", lambda _, new=new: new, text)
         assert count, f"{page} {name}: no {old}"
     lines = text.replace("\\\n", "").splitlines()
-    return [f"{each} {more}" if each.startswith("paceline train ") else each for each in lines]
+    return [
+        f"{each} {more}" if re.match("paceline train(ing start)? ", each) else each
+        for each in lines
+    ]
 
 
 def block(page: str, name: str, words: Mapping[str, str] = {}, more: str = "") -> str:

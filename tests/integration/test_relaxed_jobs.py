@@ -62,7 +62,7 @@ def test_their_candidates_are_judged_promoted_and_rolled_out(
     use(relaxed, "parameter-server", ranks=4, steps=150)
     snapshot = run("snapshot")["url"]
     trained, report = tmp_path / "trained.json", tmp_path / "report.json"
-    trained.write_text(json.dumps(run("train", model, base, "--snapshot", snapshot)))
+    trained.write_text(json.dumps(run("training", "start", model, base, "--snapshot", snapshot)))
     said = json.loads(trained.read_text())
     assert (said["ranks"], said["steps"]) == (4, 150)
     of = (model, "--base", base, "--trained", str(trained), "--snapshot", snapshot)

@@ -94,9 +94,9 @@ def test_a_secret_in_a_url_is_refused_and_kept_nowhere(stack: Runtime, tmp_path:
         ("publish", f"oci://{token}/m:1"),
         ("distribute", f"https://{place}/m"),
         ("distribute", f"https://{token}/m"),
-        ("train", "m", "1", "--factory", f"git+https://{token}/r.git@{'0' * 40}#m:f"),
+        ("training", "start", "m", "1", "--factory", f"git+https://{token}/r.git@{'0' * 40}#m:f"),
         ("generate", f"s3://{place}/m", "hello"),
-        ("train", "m", "1", f"--snapshot=s3://{place}/x"),
+        ("training", "start", "m", "1", f"--snapshot=s3://{place}/x"),
         ("jobs", "submit", "m", "1", "--snapshot", f"s3://{place}/x"),
         ("lifecycle", "--data", f"s3://{place}/texts"),
     ]

@@ -172,12 +172,6 @@ class Fleet:
             wait_ready(host)
 
 
-def write_profile(host: Host, s3_url: str, link_mbit: float) -> None:
-    """Write ``fleet.toml``, as the page has it."""
-    values = {"BUCKET": BUCKET, "S3_URL": s3_url, "LINK_MBIT": f"{link_mbit:g}"}
-    type_on(host, block("Write a profile", **values))
-
-
 def wait_ready(host: Host) -> None:
     """Wait until the coordinator on ``host`` is ready."""
     text = block("Is it ready?", ADDRESS=host.address)
@@ -191,12 +185,17 @@ def start_coordinator(host: Host, logs: Path, env: Mapping[str, str]) -> None:
     wait_ready(host)
 
 
+def init_of_one(host: Host, s3_url: str) -> str:
+    """Return the line that makes the state directory of a single coordinator on ``host``."""
+    values = {"BUCKET": BUCKET, "S3_URL": s3_url, "LINK_MBIT": "200"}
+    return block("One coordinator", 1, COORDINATOR_1=host.address, **values).strip()
+
+
 def bring_up(site: Site, logs: Path, s3_url: str, env: Mapping[str, str], *more: str) -> Fleet:
     """Start a coordinator on the site's first host, with ``env`` and ``more`` settings; its other
     hosts are nodes."""
     control, *nodes = site.hosts
-    write_profile(control, s3_url, 200)
-    init = block("One coordinator", 1, COORDINATOR_1=control.address).strip()
+    init = init_of_one(control, s3_url)
     type_on(control, shlex.join([*shlex.split(init), *(w for m in more for w in ("--set", m))]))
     start_coordinator(control, logs, env)
     return Fleet(control, tuple(nodes), logs)
@@ -216,8 +215,8 @@ def bring_up_three(
     """
     first = replicas[0]
     three = {f"COORDINATOR_{n}": each.address for n, each in enumerate(replicas, 1)}
-    write_profile(first, s3_url, link_mbit)
-    type_on(first, block("Three coordinators", 1, PKI="/home/user/pki", **servers, **three))
+    values = {"BUCKET": BUCKET, "S3_URL": s3_url, "LINK_MBIT": f"{link_mbit:g}", **servers}
+    type_on(first, block("Three coordinators", 1, PKI="/home/user/pki", **values, **three))
     machines = {each.address: each for each in replicas}
     type_on(first, block("Three coordinators", 2, **three), machines=machines)
     fleet = Fleet(first, tuple(nodes), logs, tuple(replicas))

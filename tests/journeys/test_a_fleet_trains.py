@@ -144,7 +144,7 @@ def test_a_gang_that_never_fits_is_refused_and_one_that_has_no_room_waits(
     full = fleet.logs / "train-4001"
     until(lambda: "waiting for 4 x any kind" in full.read_text(), "the command says so", 60)
     sys.stdout.write(f"{last}\n{full.read_text()}\n")
-    fleet.control.run("pkill", "-INT", "-f", "bin/paceline train").ok()
+    fleet.control.run("pkill", "-INT", "-f", "bin/paceline training").ok()
     assert [each.wait(120) for each in both] == [130, 130], "Ctrl-C"
 
 

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from tests.journeys.fleet import ENVIRONMENT, Fleet, bring_up, name_of, rclone_s3, write_profile
+from tests.journeys.fleet import (
+    BUCKET,
+    ENVIRONMENT,
+    Fleet,
+    bring_up,
+    init_of_one,
+    name_of,
+    rclone_s3,
+)
 from tests.journeys.guide import block, type_on
 from tests.journeys.hosts import Ended, Host, Site, clock_ahead, site, until
 
@@ -112,10 +120,9 @@ def test_a_profile_of_a_newer_release(fleet: Fleet) -> None:
     """A setting that this release lacks is named, and that the profile may be of a newer one."""
     control = fleet.control
     control.run("mkdir", "-p", "newer").ok()
-    write_profile(control, "http://10.77.200.1:9000", 200)
-    control.run("sh", "-c", "(cat fleet.toml; printf '[holograms]\nlaser = 1\n') > newer.toml").ok()
-    init = block("One coordinator", 1, COORDINATOR_1=control.address).strip()
-    text = f"cd newer && {init.replace('fleet.toml', '../newer.toml')}"
+    control.write("newer.toml", 'name = "newer"\n[holograms]\nlaser = 1\n')
+    init = init_of_one(control, "http://10.77.200.1:9000")
+    text = f"cd newer && {init.replace('--profile hosts', '--profile ../newer.toml')}"
     done = control.run("bash", "-ec", text)
     says(done, 2, "unknown key", "holograms", "wanted one of", "newer release", "Paceline")
     assert control.run("ls", "-A", "newer").ok().out == ""
@@ -127,7 +134,7 @@ def test_a_profile_of_a_newer_release(fleet: Fleet) -> None:
         ("paceline worker --state bare --scheduler tls://10.0.0.1:8786", "flows"),
         ("paceline lifecycle", "flows"),
         (f"paceline evaluate m --base 1 --trained {'0' * 64} --snapshot s3://models/s", "flows"),
-        ("paceline train m 1 --snapshot s3://models/s", "flows"),
+        ("paceline training start m 1 --snapshot s3://models/s", "flows"),
         ("paceline train --text texts --output made", "train"),
     ],
 )
@@ -186,9 +193,9 @@ def test_wrong_s3_keys_and_a_wrong_bucket(fleet: Fleet) -> None:
 
 
 def write_profile_there(host: Host, s3_url: str) -> None:
-    """Write the page's profile below ``elsewhere``, where there is no state directory."""
-    write_profile(host, s3_url, 200)
-    host.run("mv", "fleet.toml", "elsewhere/").ok()
+    """Write a profile below ``elsewhere``, where there is no state directory."""
+    text = f'name = "fleet"\n[storage]\nbucket = "{BUCKET}"\n[objects]\nendpoint_url = "{s3_url}"\n'
+    host.write("elsewhere/fleet.toml", text)
 
 
 def publish(host: Host, bucket: str, env: dict[str, str]) -> Ended:

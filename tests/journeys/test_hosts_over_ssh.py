@@ -131,7 +131,7 @@ def share_a_host(fleet: Trainers) -> None:
     until(lambda: len(placed()) == 2, "both make steps", timeout_s=180)
     first, second = placed()
     assert first == second, "they share it"
-    fleet.control.run("pkill", "-INT", "-f", "bin/paceline train").ok()
+    fleet.control.run("pkill", "-INT", "-f", "bin/paceline training").ok()
     assert [each.wait(60) for each in both.values()] == [130, 130]
 
 

@@ -114,7 +114,7 @@ def test_a_file_without_a_certificate_and_a_missing_one_are_named(guarded: Guard
     control.write("empty.pem", "nothing\n")
     for name, got in (("empty.pem", "0 certificates"), ("gone.pem", "No such file")):
         done = control.run(
-            *("paceline", "init", "--profile", "fleet.toml", "--state", "other"),
+            *("paceline", "init", "--profile", "hosts", "--state", "other"),
             *("--set", f"objects.ca={name}", "--coordinator", "https://127.0.0.1:7400"),
         )
         assert done.code == 2, done

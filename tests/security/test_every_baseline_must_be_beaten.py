@@ -85,7 +85,7 @@ def test_only_a_simple_baseline_can_be_excepted(name: str) -> None:
 
 def test_only_the_profile_of_tests_excepts_any() -> None:
     assert Profile().gate.except_baselines == ()
-    for name in ("embedded", "local", "hosts", "fleet-1000"):
+    for name in ("embedded", "local", "hosts", "ssh", "fleet-1000"):
         assert load_profile(name).gate.except_baselines == ()
     assert load_profile("ci").gate.except_baselines == BASELINES
 

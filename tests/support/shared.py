@@ -113,7 +113,7 @@ def rejected(
         return ended.answer
 
     built = run("snapshot", str(texts))
-    job = run("train", model, "1", "--snapshot", built["url"], "--labels", "shuffled")
+    job = run("training", "start", model, "1", "--snapshot", built["url"], "--labels", "shuffled")
     path = directory / "job.json"
     path.write_text(json.dumps(job))
     report = run("evaluate", model, "--base", "1", "--trained", str(path), "--snapshot", real)

@@ -39,7 +39,7 @@ COMMANDS: dict[str, Target] = {
     "generate": ("training.generate", "generate", "Generate text from a model, to look at it."),
     "snapshot": ("training.data", "snapshot", "Make a data snapshot: text, JSONL, Parquet or tar."),
     "purposes": ("training.data", "purposes", "What data may be used for, and by whom."),
-    "train": ("training.command", "train", "Train here, or fine-tune what an installation holds."),
+    "train": ("training.command", "train", "Train on this machine, no server."),
     "checkpoints": (
         "training.checkpoints",
         "checkpoints",
@@ -69,11 +69,10 @@ COMMANDS: dict[str, Target] = {
     "cluster": ("installation", "cluster", "Run Dask's scheduler and workers (SSH, Slurm)."),
     "coordinator": ("installation", "coordinator", "Run a coordinator (the supervisor does)."),
 }
-# Words of a group that say more than a command alone: where to train, what to roll back.
+# Words that need their group: what to start, list or roll back.
 LONG_ONLY: dict[str, Target] = {
     "model rollback": ("flows", "rollback", "Put a model's previous champion back."),
-    "training local": ("training.command", "train_local", "Train on this machine, no server."),
-    "training start": ("training.command", "train_there", "Fine-tune what the nodes hold."),
+    "training start": ("training.command", "start", "Fine-tune what the nodes hold."),
     "deployment list": ("watching", "deployments", "List the deployments, the newest last."),
 }
 # group → (what it is about, its commands); "create=distribute" is the word that is `distribute`
@@ -85,7 +84,7 @@ GROUPS: dict[str, tuple[str, str]] = {
     "data": ("Make snapshots of data; say what they may be used for.", "snapshot purposes"),
     "training": (
         "Train here or on the nodes; checkpoints; reproduce a run.",
-        "jobs sweep local start checkpoints reproduce cost estimate",
+        "jobs sweep local=train start checkpoints reproduce cost estimate",
     ),
     "run": ("Run the whole lifecycle, and find what a run left.", "lifecycle where"),
     "deployment": (
@@ -125,10 +124,8 @@ EXAMPLES = {  # where more is typed than the command's words
     "    --team nlp --ttl 90d --reason 'agreed with the owner'",
     "purposes list": "purposes list",
     "purposes revoke": "purposes revoke dp-4f1c",
-    "train": "train --text ./texts --ranks 2\n"
-    "train org/name 1 --snapshot s3://bucket/data/DIGEST --ranks 8",
-    "training local": "training local --text ./texts --ranks 2",
-    "training start": "training start org/name 1 --snapshot s3://bucket/data/DIGEST",
+    "train": "train --text ./texts --ranks 2",
+    "training start": "training start org/name 1 --snapshot s3://bucket/data/DIGEST --ranks 8",
     "jobs submit": "jobs submit org/name 1 --snapshot s3://bucket/data/DIGEST --ranks 8 \\\n"
     "    --accelerator a100 --within rack --team nlp",
     "jobs list": "jobs list --status queued --team nlp",

@@ -144,7 +144,7 @@ def _pages(runtime: Runtime, run_id: str, result: Mapping[str, Any]) -> dict[str
 # flow → what it made and the command that a person would type next, formats of its result
 OUTCOMES = {
     "publish_model": ("{model_id} {version} at {url}", "distribute {model_id} {version}"),
-    "build_snapshot": ("{url}", "train MODEL_ID VERSION --snapshot {url}"),
+    "build_snapshot": ("{url}", "training start MODEL_ID VERSION --snapshot {url}"),
     "distribute_model": (
         "{model_id} {version} on {relay[workers]} nodes, deployment {relay[deployment_id]}",
         "status",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import inspect
 import json
 import logging
 import os
@@ -206,8 +204,8 @@ SNAPSHOT = "URL of the data snapshot; last: what this user made last there."
 # What `last` means in place of a field → the flows, or the call, that answer with it; a command.
 _LAST_OF = {
     "url": (("build_snapshot",), "paceline snapshot"),
-    "training_digest": (("train_model", "submit_job"), "paceline train"),
-    "job_id": (("train_model", "submit_job"), "paceline train"),
+    "training_digest": (("train_model", "submit_job"), "paceline training start"),
+    "job_id": (("train_model", "submit_job"), "paceline training start"),
     "report_digest": (("evaluate_model", "train_model", "submit_job"), "paceline evaluate"),
 }
 
@@ -275,16 +273,6 @@ def again(run_id: str) -> str:
     return shlex.join(["paceline", *whole, "--run-id", run_id])
 
 
-def narrowed(command: click.Command, name: str, text: str, /, **fixed: Any) -> click.Command:
-    """Return ``command`` as ``name``, with one of its meanings: these parameters are fixed."""
-    made = copy.copy(command)
-    assert command.callback is not None
-    made.name, made.help, made.short_help = name, inspect.cleandoc(text), None
-    made.params = [each for each in command.params if each.name not in fixed]
-    made.callback = functools.partial(command.callback, **fixed)
-    return made
-
-
 def print_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table; where it is wider than the terminal, one block of lines a row."""
     from rich.cells import cell_len
@@ -322,18 +310,20 @@ def notice(line: str, mark: str = "! ") -> None:
     click.echo(f"{mark}{line}", err=True)
 
 
+settings_option = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a profile key, e.g. --set training.learning_rate=3e-4 (repeatable).",
+)
+
+
 def profile_options(command: F, default: str = "embedded") -> F:
     """Add ``--profile`` and ``--set`` to ``command``."""
-    command = click.option(
-        "--set",
-        "overrides",
-        multiple=True,
-        metavar="KEY=VALUE",
-        help="Override a profile key, e.g. --set cluster.link_mbit=6 (repeatable).",
-    )(command)
     return click.option(
         "--profile", default=default, show_default=True, help="Profile name or path."
-    )(command)
+    )(settings_option(command))
 
 
 def read_profile(profile: str, overrides: tuple[str, ...]) -> Profile:

@@ -135,7 +135,6 @@ PRINTED: dict[str, tuple[str, ...]] = {
     "tokens list": ("tokens",),
     "tokens revoke": ("token-revoked",),
     "train": ("train",),
-    "training local": ("train",),
     "training start": ("train",),
     "up": ("up",),
     "verify": ("verify",),

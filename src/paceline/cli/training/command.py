@@ -1,7 +1,6 @@
-"""`paceline train`: fine-tune a model that an installation's nodes hold, or train without a server.
+"""`paceline train`: train on this machine, without any server; the same command resumes.
 
-With MODEL_ID and VERSION it runs the flow `train-model` on a running installation. Without, it
-trains on this machine alone: text in, model out; the same command again resumes where it stopped.
+`paceline training start` runs the flow `train-model` on a running installation instead.
 """
 
 from __future__ import annotations
@@ -13,25 +12,25 @@ import signal
 import threading
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from paceline.cli.commands import ExistingPath, Sections
 from paceline.cli.options import (
+    F,
     evaluate_on_option,
     evaluate_option,
     handling,
     job_settings,
     json_option,
-    narrowed,
     or_last,
     profile_options,
     project_option,
     purpose_option,
     read_profile,
-    refuse_typed,
     run_id_option,
+    settings_option,
     show,
     state_option,
     team_option,
@@ -59,51 +58,51 @@ if TYPE_CHECKING:
     from paceline.schemas import RankEvent
 
 
-HERE = "text model output checkpoints mlflow profile"
-SECTIONS = {
-    "Training": "snapshot labels steps ranks continue_from run_id overrides",
-    "On this machine": HERE,
-    "On an installation": "evaluate evaluate_on team project purpose state",
-}
+def _training_options(function: F) -> F:
+    """Add what a training can be asked for wherever it runs."""
+    for option in (
+        click.option(
+            "--ranks",
+            type=click.IntRange(min=1),
+            default=None,
+            help="Processes of the gang. Default: the profile's (training.ranks).",
+        ),
+        run_id_option,
+        click.option(
+            "--continue-from",
+            metavar="JOB",
+            default="",
+            help="Go on from the last checkpoint of this finished job (job-…, its beginning; on "
+            "an installation also tj-… or last), with more --steps in all or another learning "
+            "rate.",
+        ),
+        click.option(
+            "--steps",
+            type=click.IntRange(min=0),
+            default=None,
+            help="Default: the profile's (training.steps). On an installation 0 is the control "
+            "that must not pass the gate.",
+        ),
+        click.option(
+            "--labels",
+            type=click.Choice(["true", "shuffled"]),
+            default="true",
+            help="'shuffled' is the control that must not pass the gate.",
+        ),
+    ):
+        function = option(function)
+    return function
 
 
-@click.command(cls=Sections, sections=SECTIONS)
-@click.argument("model_id", required=False)
-@click.argument("version", required=False)
-@click.option(
-    "--snapshot",
-    default=None,
-    metavar="URL|last",
-    help="A data snapshot: its URL, its directory on this disk, or last: what this user made last "
-    "on the installation.",
+@click.command(
+    cls=Sections,
+    sections={
+        "Data and model": "text snapshot model",
+        "Training": "labels steps ranks continue_from run_id overrides profile",
+        "Where it goes": "output checkpoints mlflow",
+    },
 )
-@click.option(
-    "--labels",
-    type=click.Choice(["true", "shuffled"]),
-    default="true",
-    help="'shuffled' is the control that must not pass the gate.",
-)
-@click.option(
-    "--steps",
-    type=click.IntRange(min=0),
-    default=None,
-    help="Default: the profile's (training.steps). On an installation 0 is the control that must "
-    "not pass the gate.",
-)
-@click.option(
-    "--continue-from",
-    metavar="JOB",
-    default="",
-    help="Go on from the last checkpoint of this finished job (job-…, its beginning; on an "
-    "installation also tj-… or last), with more --steps in all or another learning rate.",
-)
-@run_id_option
-@click.option(
-    "--ranks",
-    type=click.IntRange(min=1),
-    default=None,
-    help="Processes of the gang. Default: the profile's (training.ranks).",
-)
+@click.argument("elsewhere", nargs=-1, metavar="")
 @click.option(
     "--text",
     type=ExistingPath(path_type=Path),
@@ -112,11 +111,19 @@ SECTIONS = {
     "says. Default: Python's standard library.",
 )
 @click.option(
+    "--snapshot",
+    default=None,
+    metavar="URL",
+    help="Learn from a data snapshot, its URL or its directory on this disk, in place of --text.",
+)
+@click.option(
     "--model",
     type=click.Path(path_type=Path, file_okay=False),
     default=None,
     help="The model directory to start from (default: a new model).",
 )
+@_training_options
+@functools.partial(profile_options, default="local")
 @click.option(
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
@@ -139,17 +146,9 @@ SECTIONS = {
     default=None,
     help="Log to this MLflow, too (http://…, sqlite:///…); '' for none.",
 )
-@functools.partial(profile_options, default="local")
-@evaluate_option
-@evaluate_on_option
-@team_option
-@project_option
-@purpose_option
-@state_option
 @json_option
 def train(
-    model_id: str | None,
-    version: str | None,
+    elsewhere: tuple[str, ...],
     snapshot: str | None,
     labels: str,
     steps: int | None,
@@ -163,6 +162,71 @@ def train(
     mlflow: str | None,
     profile: str,
     overrides: tuple[str, ...],
+    as_json: bool,
+) -> int:
+    """Train on this machine, without any server: text in, model out.
+
+    The same command goes on where it stopped. Every setting of a profile can be --set. What an
+    installation's nodes hold is trained there by `paceline training start`.
+    """
+    if elsewhere:
+        raise InvalidInput(
+            "`paceline train` trains on this machine",
+            got=" ".join(elsewhere),
+            wanted="options alone, such as --text DIRECTORY and --model DIRECTORY",
+            do="On an installation it is `paceline training start MODEL_ID VERSION --snapshot "
+            "URL`.",
+        )
+    if str(output).startswith(("s3:/", "file:/")):
+        raise InvalidInput(
+            "--output is a directory of this machine",
+            got=str(output).replace(":/", "://", 1),
+            wanted="a directory, and --checkpoints s3://bucket/prefix beside it",
+            do="Data, figures and locks stay here; checkpoints and the model go there.",
+        )
+    settings = read_profile(profile, _with(overrides, steps, ranks))
+    return train_here(
+        settings, output, text=text, snapshot=snapshot, model=model, labels=labels,
+        run_id=run_id, as_json=as_json, checkpoints=checkpoints, mlflow=mlflow or None,
+        continue_from=continue_from,
+    )  # fmt: skip
+
+
+@click.command(
+    cls=Sections,
+    sections={
+        "Training": "snapshot labels steps ranks continue_from run_id overrides",
+        "Judging": "evaluate evaluate_on",
+        "Whose it is, and where": "team project purpose state",
+    },
+)
+@click.argument("model_id")
+@click.argument("version")
+@click.option(
+    "--snapshot",
+    required=True,
+    metavar="URL|last",
+    help="A data snapshot: its URL, or last: what this user made last on the installation.",
+)
+@_training_options
+@settings_option
+@evaluate_option
+@evaluate_on_option
+@team_option
+@project_option
+@purpose_option
+@state_option
+@json_option
+def start(
+    model_id: str,
+    version: str,
+    snapshot: str,
+    labels: str,
+    steps: int | None,
+    continue_from: str,
+    run_id: str | None,
+    ranks: int | None,
+    overrides: tuple[str, ...],
     evaluate: bool,
     evaluate_on: str,
     team: str,
@@ -171,47 +235,11 @@ def train(
     state: Path | None,
     as_json: bool,
 ) -> int:
-    """Train on this machine, without any server: text in, model out. The same command goes on
-    where it stopped.
+    """Fine-tune VERSION of MODEL_ID, which the installation's nodes hold, on a data snapshot.
 
-    With MODEL_ID, VERSION and --snapshot: fine-tune, on a running installation, what its nodes
-    hold.
-
-    Every setting of a profile can be --set here, and what concerns the training (training.…,
-    data.batching) on an installation: "Profile keys" in the documentation lists them.
+    What concerns the training (training.…, data.batching) can be --set; the rest is the
+    installation's profile.
     """
-    named = {"team": team, "project": project, "purpose": purpose}
-    owner: dict[str, Any] = {name: value for name, value in named.items() if value}
-    if model_id is None:
-        refuse_typed(
-            "On an installation", got="no MODEL_ID",
-            do="Training on this machine alone keeps everything below --output, judges nothing, "
-            "and data have the purpose and project of its profile: --set data.purpose=…",
-        )  # fmt: skip
-        if str(output).startswith(("s3:/", "file:/")):
-            raise InvalidInput(
-                "--output is a directory of this machine",
-                got=str(output).replace(":/", "://", 1),
-                wanted="a directory, and --checkpoints s3://bucket/prefix beside it",
-                do="Data, figures and locks stay here; checkpoints and the model go there.",
-            )
-        settings = read_profile(profile, _with(overrides, steps, ranks))
-        return train_here(
-            settings, output, text=text, snapshot=snapshot, model=model, labels=labels,
-            run_id=run_id, as_json=as_json, checkpoints=checkpoints, mlflow=mlflow or None,
-            continue_from=continue_from,
-        )  # fmt: skip
-    if version is None or snapshot is None:
-        raise InvalidInput(
-            "not enough to train on an installation",
-            got=f"MODEL_ID {model_id}, no {'VERSION' if version is None else '--snapshot'}",
-            wanted="MODEL_ID VERSION --snapshot URL",
-            do="Leave out MODEL_ID to train on this machine alone: --text DIRECTORY.",
-        )
-    refuse_typed(
-        "On this machine", got=f"MODEL_ID {model_id}",
-        do="An installation's profile decides them there.",
-    )  # fmt: skip
     from paceline.cli.flows import FlowCall
     from paceline.client import CoordinatorClient
     from paceline.config import find_installation
@@ -221,8 +249,8 @@ def train(
     if continue_from.startswith("tj-"):
         client = CoordinatorClient.of(find_installation(state))
         continue_from = whole_training_id(client, continue_from)
-    if judged_on := evaluate_on or (snapshot_url if evaluate else ""):
-        owner["evaluate_on"] = judged_on
+    owner = {"team": team, "project": project, "purpose": purpose}
+    owner["evaluate_on"] = evaluate_on or (snapshot_url if evaluate else "")
     return FlowCall(state=state, run_id=run_id, as_json=as_json).run(
         "train.train_model",
         model_id=model_id,
@@ -233,41 +261,8 @@ def train(
         steps=steps,
         ranks=ranks,
         settings=job_settings(overrides) or None,
-        **owner,
+        **{name: value for name, value in owner.items() if value},
     )
-
-
-train_local = narrowed(
-    train,
-    "local",
-    """Train on this machine, without any server: text in, model out.
-
-    The same command goes on where it stopped. Every setting of a profile can be --set.
-    """,
-    model_id=None,
-    version=None,
-    evaluate=False,
-    evaluate_on="",
-    team="",
-    project="",
-    purpose="",
-    state=None,
-)
-train_there = narrowed(
-    train,
-    "start",
-    """Fine-tune VERSION of MODEL_ID, which the installation's nodes hold, on a data snapshot.
-
-    What concerns the training (training.…, data.batching) can be --set; the rest is the
-    installation's profile.
-    """,
-    text=None,
-    model=None,
-    output=Path("paceline-training"),
-    checkpoints=None,
-    mlflow=None,
-    profile="local",
-)
 
 
 def _with(overrides: tuple[str, ...], steps: int | None, ranks: int | None) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from paceline.cli.options import (
     project_option,
     purpose_option,
     remember,
+    settings_option,
     show,
     show_table,
     state_option,
@@ -92,7 +93,7 @@ def jobs() -> None:
 @evaluate_option
 @evaluate_on_option
 @click.option("--budget", type=click.FloatRange(min=0), help="Pause the job when it has cost this.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="A setting.")
+@settings_option
 @click.option("--key", "idempotency_key", help="The same key again finds the same job.")
 @click.option("--follow", is_flag=True, help="Wait for its end, and show its log.")
 @state_option

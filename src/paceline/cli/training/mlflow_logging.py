@@ -1,4 +1,4 @@
-"""Logs a `paceline train` without an installation to an MLflow server, file or database.
+"""Logs a `paceline train` to an MLflow server, file or database.
 
 It logs the same parameters, metrics, tags and artifacts as an installation's run, from rank 0's
 events, under the run of the training's own run id. That run is found by its tag, so a training that

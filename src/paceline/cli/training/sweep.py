@@ -25,6 +25,7 @@ from paceline.cli.options import (
     or_last,
     print_table,
     purpose_option,
+    settings_option,
     show,
     state_option,
     team_option,
@@ -99,9 +100,7 @@ def sweep() -> None:
 @click.option("--maximize", is_flag=True, help="Search the highest; else the lowest.")
 @gang_options
 @click.option("--steps", type=click.IntRange(min=1), help="Of each training.")
-@click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="A setting of each trial."
-)
+@settings_option
 @team_option
 @click.option("--project", default="", help="Project of the jobs.  [default: sweep-NAME]")
 @purpose_option
