@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster import Fleet
+from paceline.cluster import Fleet, pinned_calls
 from paceline.cluster.client import HANDSHAKES
-from paceline.cluster.pinned_calls import _outcome
+from paceline.cluster.pinned_calls import Calls
 from paceline.config import Endpoints, Runtime, Secrets, load_profile
 from paceline.errors import InvalidInput, ServiceUnavailable, WorkerLost
 from tests.cluster.conftest import eventually, run_on
@@ -85,6 +85,20 @@ def test_a_dead_worker_ends_its_call_and_its_node_comes_back(connected: Fleet) -
     assert run_on(connected, "node-0", os.getpid, timeout_s=30) != before
 
 
+def test_an_answer_that_is_lost_with_its_worker_is_a_dead_worker(connected: Fleet) -> None:
+    """Dask would wait for a worker at the address that computes it again."""
+    pid = run_on(connected, "node-0", os.getpid, timeout_s=20)
+    calls = connected._calls(slot=False)
+    calls.submit("node-0", connected._addresses()["node-0"], os.getpid)
+    (future,) = calls._pending
+    eventually(lambda: future.status == "finished")
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: len(connected.nodes()) == 2)
+    answer = calls.gather(pinned_calls.RESULT_TIMEOUT_S)["node-0"]
+    assert isinstance(answer, WorkerLost), answer
+    eventually(lambda: len(connected.nodes()) == 3)
+
+
 def test_a_scheduler_that_is_not_there_is_unavailable(cluster: Runtime) -> None:
     nowhere = cluster.model_copy(
         update={"endpoints": Endpoints(scheduler_address="tls://127.0.0.1:1")}
@@ -93,21 +107,36 @@ def test_a_scheduler_that_is_not_there_is_unavailable(cluster: Runtime) -> None:
         Fleet.connect(nowhere, timeout_s=1)
 
 
-@pytest.mark.parametrize("status", ["finished", "error"])
-def test_an_answer_that_a_busy_scheduler_does_not_bring_may_come_later(status: str) -> None:
+@pytest.mark.parametrize("status", ["finished", "error", "lost"])
+def test_an_answer_that_a_busy_scheduler_does_not_bring_may_come_later(
+    status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Future:
         def __init__(self) -> None:
             self.status = status
 
+        def add_done_callback(self, _: object) -> None:
+            pass
+
         def result(self, timeout: float) -> None:
             raise TimeoutError(f"{timeout} s")
 
-    found = _outcome(Future(), "node-0", "tls://127.0.0.1:1")
+    class Client:
+        def submit(self, *_: object, **__: object) -> Future:
+            return Future()
+
+    monkeypatch.setattr(pinned_calls, "RESULT_TIMEOUT_S", 0.1)
+    address = "tls://127.0.0.1:1"
+    calls = Calls(Client(), lambda: {} if status == "lost" else {"node-0": address}, slot=False)
+    calls.submit("node-0", address, os.getpid)
+    found = calls.some(0)["node-0"]
     if status == "finished":
         assert isinstance(found, ServiceUnavailable)
         assert "the answer does not come" in found.one_line() and "node-0" in found.one_line()
-    else:
+    elif status == "error":
         assert type(found) is TimeoutError, "the call's own"
+    else:
+        assert isinstance(found, WorkerLost)
 
 
 @pytest.mark.parametrize("failures", [HANDSHAKES - 1, HANDSHAKES])

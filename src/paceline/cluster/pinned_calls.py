@@ -27,6 +27,7 @@ PRESENCE_EVERY_S = 0.5
 REPORT_WAIT_S = 0.5
 REPORT_PATIENCE_S = 15.0  # a node that does not answer for this long counts as lost
 RESULT_TIMEOUT_S = 10.0
+RESULT_TRY_S = 1.0  # then it is asked whether the worker that has the result lives
 PAUSE_S = 5.0  # a longer gap between two polls means that this process was stopped or busy
 
 
@@ -68,9 +69,7 @@ class Calls:
         self._news.wait(timeout_s)
         self._news.clear()
         done = [each for each in self._pending if each.status != "pending"]
-        answers = {
-            self._pending[each][0]: _outcome(each, *self._pending.pop(each)) for each in done
-        }
+        answers = {self._pending[each][0]: self._outcome(each) for each in done}
         if time.monotonic() >= self._next_presence:
             self._next_presence = time.monotonic() + PRESENCE_EVERY_S
             present = set(self._addresses().values())
@@ -95,6 +94,37 @@ class Calls:
             )
         return answers
 
+    def _outcome(self, future: Any) -> Any:
+        """Return the answer of a call that ended, or the error that it ended with."""
+        from distributed.client import FuturesCancelledError
+        from distributed.scheduler import KilledWorker, NoValidWorkerError
+
+        key, address = self._pending.pop(future)
+        deadline = time.monotonic() + RESULT_TIMEOUT_S
+        while True:
+            try:
+                return future.result(timeout=RESULT_TRY_S)
+            except (KilledWorker, NoValidWorkerError):
+                return _died(key, address)
+            except FuturesCancelledError as error:
+                return ServiceUnavailable(
+                    "the fleet's scheduler was lost", got=error, where=address
+                )
+            except TimeoutError as error:
+                if future.status == "error":  # of the call itself
+                    return error
+                if address not in self._addresses().values():
+                    return _died(key, address)  # with its result, which Dask would wait for
+                if time.monotonic() > deadline:
+                    return ServiceUnavailable(
+                        "the node has answered, but the answer does not come",
+                        wanted=f"within {RESULT_TIMEOUT_S:.0f} s",
+                        where=f"{key} ({address})",
+                        do="Run it again: the scheduler or the network is busy.",
+                    )
+            except Exception as error:  # noqa: BLE001 - the call's own error is its answer
+                return error
+
     def give_up(self) -> list[str]:
         """Cancel pending calls and return their keys."""
         keys = [key for key, _ in self._pending.values()]
@@ -103,29 +133,6 @@ class Calls:
                 future.cancel()
         self._pending.clear()
         return keys
-
-
-def _outcome(future: Any, key: str, address: str) -> Any:
-    from distributed.client import FuturesCancelledError
-    from distributed.scheduler import KilledWorker, NoValidWorkerError
-
-    try:
-        return future.result(timeout=RESULT_TIMEOUT_S)
-    except (KilledWorker, NoValidWorkerError):
-        return _died(key, address)
-    except FuturesCancelledError as error:
-        return ServiceUnavailable("the fleet's scheduler was lost", got=error, where=address)
-    except TimeoutError as error:
-        if future.status == "error":  # of the call itself
-            return error
-        return ServiceUnavailable(
-            "the node has answered, but the answer does not come",
-            wanted=f"within {RESULT_TIMEOUT_S:.0f} s",
-            where=f"{key} ({address})",
-            do="Run it again: the scheduler or the network is busy.",
-        )
-    except Exception as error:  # noqa: BLE001 - the call's own error is its answer
-        return error
 
 
 def _died(key: str, address: str) -> WorkerLost:
