@@ -69,7 +69,7 @@ def commands(page: str, kind: str = "sh") -> dict[str, str]:
     return dict(re.findall(rf"^```{kind} (\S+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
 
 
-KEPT = {"snapshot": "snapshot.json", "train": "trained.json", "evaluate": "report.json"}
+KEPT = {"snapshot": "snapshot.json", "training start": "trained.json", "evaluate": "report.json"}
 
 
 def keeping(text: str) -> str:

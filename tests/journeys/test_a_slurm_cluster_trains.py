@@ -91,7 +91,7 @@ def test_a_requeued_allocation_goes_on_at_the_newest_checkpoint(fleet: Trainers)
     """What a preemption or a failed node does to the job: Slurm puts it back into the queue."""
     running = start_cluster(fleet)
     saved = len(checkpoints(fleet))
-    longer = TYPED["train"].replace("paceline train", "paceline train --steps 400")
+    longer = TYPED["train"].replace("training start", "training start --steps 400")
     training = fleet.control.start(
         *("bash", "-euc", longer), env=fleet.env, log=fleet.logs / "train-again"
     )

@@ -116,7 +116,7 @@ def add_nodes(fleet: Trainers) -> None:
 
 def with_steps(steps: int) -> str:
     """Return the page's training, longer."""
-    return TYPED["train"].replace("paceline train", f"paceline train --steps {steps}")
+    return TYPED["train"].replace("training start", f"training start --steps {steps}")
 
 
 def started_train(
