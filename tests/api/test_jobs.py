@@ -137,7 +137,7 @@ def test_a_priority_above_the_teams_is_refused(routes: Routes) -> None:
     with pytest.raises(AccessDenied, match=r"got 6.*at most 5.*nlp"):
         routes.of["submit_job"](urgent)
     routes.of["submit_job"](urgent.model_copy(update={"priority": 5}))
-    routes.of["submit_job"](urgent.model_copy(update={"team": "another"}))
+    routes.of["submit_job"](urgent.model_copy(update={"team": "another", "priority": 0}))
     assert len(routes.coordinator.kept) == 2
 
 

@@ -115,7 +115,7 @@ def create_app(
     add_observation(app, coordinator, jobs, runtime.profile, url=url, replica_id=replica_id)
     app.include_router(make_access_router(coordinator, admission, authenticator))
     app.include_router(make_purpose_router(coordinator))
-    app.include_router(make_flow_router(runtime, coordinator, flows))
+    app.include_router(make_flow_router(runtime, coordinator, jobs, flows))
     app.include_router(make_job_router(runtime, coordinator, jobs, flows))
     add_problem_handlers(app)
     describe(app)

@@ -45,7 +45,7 @@ from paceline.errors import (
     SourceMissing,
     short_repr,
 )
-from paceline.jobs import Sweep
+from paceline.jobs import JobTable, Sweep, flow_runs
 from paceline.relay import allowed_source
 from paceline.schemas import (
     APPROVAL,
@@ -68,6 +68,7 @@ from paceline.schemas import (
     StageRecord,
     StartFlow,
     Success,
+    TrainingJob,
     digest_of,
     require_no_secrets,
 )
@@ -89,7 +90,7 @@ SOURCES = ("data", "snapshot_url")  # parameters that name what the flow reads
 
 
 def make_flow_router(
-    runtime: Runtime, coordinator: Coordinator, starter: PrefectStarter | None
+    runtime: Runtime, coordinator: Coordinator, table: JobTable, starter: PrefectStarter | None
 ) -> APIRouter:
     """Return the routes of ``runtime``'s installation; ``starter`` is None without Prefect."""
     router = APIRouter()
@@ -155,7 +156,9 @@ def make_flow_router(
         """Request the cancellation of a flow run."""
         found = prefect().view(flow_run_id)  # raises NotFound for one that is not Paceline's
         _require_scope(found.flow)
-        if "team" in FLOW_PARAMETERS.get(found.flow, ()):
+        if (job := _job_of(table, flow_run_id)) is not None:
+            require_owner(job.spec.team, job.spec.project)
+        elif "team" in FLOW_PARAMETERS.get(found.flow, ()):
             require_owner(found.team or "default", found.project)
         prefect().cancel(flow_run_id)
         return Success()
@@ -201,6 +204,12 @@ def make_flow_router(
         )
 
     return router
+
+
+def _job_of(table: JobTable, flow_run_id: str) -> TrainingJob | None:
+    """Return the training job whose flow run this is: its parameters name no team."""
+    found = (each for each in table.jobs() if flow_run_id in flow_runs(each).values())
+    return next(found, None)
 
 
 def note_submitter(coordinator: Coordinator, run_id: str, *, unless_known: bool = False) -> None:

@@ -15,6 +15,7 @@ from fastapi import APIRouter, Path as PathParameter, Query
 from paceline.api.flow_starter import ENDED, LINES, PrefectStarter
 from paceline.api.routes import JOBS
 from paceline.config import Runtime
+from paceline.coordinator import may_see, require_owner
 from paceline.errors import NotFound, PacelineError
 from paceline.jobs import JobTable, flow_runs, used
 from paceline.registry import Registry
@@ -95,6 +96,11 @@ class ShownJob:
 def add_reading(
     router: APIRouter, table: JobTable, shown: ShownJob, flows: PrefectStarter | None
 ) -> None:
+    def job_of_caller(job_id: str) -> TrainingJob:
+        job = table.job(job_id)
+        require_owner(job.spec.team, job.spec.project)
+        return job
+
     @router.get(JOBS)
     def list_jobs(
         state: Annotated[list[JobState], Query()] = [],  # noqa: B006 (FastAPI copies it)
@@ -107,7 +113,8 @@ def add_reading(
         offset: Annotated[int, Query(ge=0, le=10**6)] = 0,
         limit: Annotated[int, Query(ge=1, le=LONGEST_PAGE)] = 100,
     ) -> JobList:
-        """List jobs, the newest first: of these states, this team, project, submitter and model id.
+        """List jobs that the token may see, the newest first: of these states, this team, project,
+        submitter and model id.
 
         ``name`` is a part of the job's name, or the beginning of its id. Each has a brief report:
         its training's id, step, steps and loss. ``training`` is the beginning of a training's id
@@ -116,7 +123,8 @@ def add_reading(
         found = [
             each
             for each in reversed(table.jobs())
-            if (not state or each.state in state)
+            if may_see(each.spec.team, each.spec.project)
+            and (not state or each.state in state)
             and team in ("", each.spec.team)
             and project in ("", each.spec.project)
             and (not training or any(known.startswith(training) for known in _trainings(each)))
@@ -130,12 +138,12 @@ def add_reading(
     @router.get(f"{JOBS}/{{job_id}}")
     def get_job(job_id: JobId) -> JobView:
         """Return a job: its state and why, metrics, checkpoints, ranks, history and links."""
-        return shown(table.job(job_id))
+        return shown(job_of_caller(job_id))
 
     @router.get(f"{JOBS}/{{job_id}}/events")
     def get_job_events(job_id: JobId) -> list[JobChange]:
         """Return the changes of the job's state, oldest first."""
-        return list(table.job(job_id).history)
+        return list(job_of_caller(job_id).history)
 
     @router.get(f"{JOBS}/{{job_id}}/logs")
     def get_job_log(
@@ -146,7 +154,7 @@ def add_reading(
     ) -> JobLog:
         """Return lines of the log of an attempt's flow run, after the first ``after``, or its last
         ``tail`` lines; of the newest attempt that has a flow run, where ``attempt`` is 0."""
-        job = table.job(job_id)
+        job = job_of_caller(job_id)
         if attempt > job.attempt:
             wanted = f"1 to {job.attempt}" if job.attempt else "none: it has not begun"
             raise NotFound("the job has no such attempt", got=attempt, wanted=wanted, where=job_id)

@@ -21,6 +21,7 @@ from paceline.coordinator import (
     Coordinator,
     current_call,
     current_caller,
+    may_see,
     owner_of,
     require_owner,
 )
@@ -85,7 +86,8 @@ def make_job_router(
     @router.get(COSTS)
     def get_training_costs() -> TrainingCosts:
         """Return what each training and each attempt of a job used, and the prices of now."""
-        return training_costs(table.jobs(), runtime, time.time())
+        jobs = [each for each in table.jobs() if may_see(each.spec.team, each.spec.project)]
+        return training_costs(jobs, runtime, time.time())
 
     _add_changing(router, runtime, coordinator, table, shown)
     return router
@@ -147,14 +149,11 @@ def _add_changing(
 ) -> None:
     prices = runtime.profile.prices
 
-    def change(
-        job_id: str, make: Callable[[TrainingJob], TrainingJob], *, of_team: bool = True
-    ) -> TrainingJob:
+    def change(job_id: str, make: Callable[[TrainingJob], TrainingJob]) -> TrainingJob:
         if (request := current_call.get()) is not None:
             request.on["job_id"] = job_id
-        if of_team:
-            spec = table.job(job_id).spec
-            require_owner(spec.team, spec.project)
+        spec = table.job(job_id).spec
+        require_owner(spec.team, spec.project)
         return table.change(job_id, make)
 
     @router.post(f"{JOBS}/{{job_id}}/pause")
@@ -221,10 +220,21 @@ def _add_changing(
 
     @router.post(f"{JOBS}/{{job_id}}/review")
     def review_job(job_id: JobId, call: ReviewJob) -> JobView:
-        """Accept or reject a job that passed bad data over."""
+        """Accept or reject a job that passed bad data over. Where the policy of its model is
+        four-eyes, its submitter accepts nothing."""
         require_no_secrets(call)
 
         def make(job: TrainingJob) -> TrainingJob:
+            policy = runtime.profile.gate.policy(job.spec.model_id)
+            own = job.submitted_by == current_caller().name
+            if call.accepted and own and policy.approval == "four-eyes":
+                raise AccessDenied(
+                    "who submitted a job may not accept it",
+                    got=current_caller().name,
+                    wanted="a token of scope approve of another person",
+                    where=job_id,
+                    do='The policy of the model demands it: gate.approval = "four-eyes".',
+                )
             if job.state is not JobState.NEEDS_REVIEW:
                 raise Conflict(
                     "this job waits for no review",
@@ -237,7 +247,7 @@ def _add_changing(
             why = f"{word} by {current_caller().name}" + (f": {call.reason}" if call.reason else "")
             return changed(job, state, time.time(), why, current_caller().name)
 
-        return shown(change(job_id, make, of_team=False))
+        return shown(change(job_id, make))
 
 
 def _ended_by(job: TrainingJob, wanted: str, at_once: JobState, ending: JobState) -> TrainingJob:
@@ -345,12 +355,13 @@ def _require_possible(job: TrainingJob, runtime: Runtime, coordinator: Coordinat
 def _require_priority_and_budget(spec: SubmitJob, profile: Profile) -> None:
     """Raise for a budget that cannot be counted, and a priority that its team may not have."""
     _require_prices(spec.budget, profile.prices)
-    quota = profile.jobs.quotas.get(spec.team)
-    if quota is not None and spec.priority > quota.max_priority:
+    quotas = profile.jobs.quotas
+    most = quotas[spec.team].max_priority if spec.team in quotas else 0
+    if quotas and spec.priority > most:
         raise AccessDenied(
             "the team's jobs may not have this priority",
             got=spec.priority,
-            wanted=f"at most {quota.max_priority}, jobs.quotas.{spec.team}.max_priority",
+            wanted=f"at most {most}, jobs.quotas.{spec.team}.max_priority (0 for a team without)",
         )
 
 

@@ -4,6 +4,7 @@ from .callers import (
     audit_event as audit_event,
     current_call as current_call,
     current_caller as current_caller,
+    may_see as may_see,
     owner_of as owner_of,
     require_owner as require_owner,
     require_worker as require_worker,

@@ -103,6 +103,12 @@ def require_owner(team: str, project: str) -> None:
             )
 
 
+def may_see(team: str, project: str) -> bool:
+    """Return whether the caller's token is bound to no other team or project."""
+    caller = current_caller()
+    return caller.team in (None, team) and caller.project in (None, project)
+
+
 def with_audit_event(effects: Sequence[Effect], at: float) -> list[Effect]:
     """Return ``effects`` with an audit event of the change, where a caller made one."""
     call = current_call.get()

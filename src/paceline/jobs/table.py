@@ -21,6 +21,7 @@ from paceline.jobs.service_levels import JobTotals
 from paceline.schemas import JobReport, TrainingJob
 
 MOST_OPEN = 10_000  # jobs that have not ended, of all teams
+MOST_OPEN_OF_TEAM = 2_000
 MOST_ENDED = 10_000  # kept; the one that ended first is deleted when another ends
 
 
@@ -72,10 +73,14 @@ class JobTable:
                         "the idempotency key belongs to another submission", where=job.job_id
                     )
                 return earlier
-            if sum(not each.state.is_final for each in known.values()) >= MOST_OPEN:
+            open_jobs = [each for each in known.values() if not each.state.is_final]
+            team = job.spec.team
+            of_team = sum(each.spec.team == team for each in open_jobs)
+            if len(open_jobs) >= MOST_OPEN or of_team >= MOST_OPEN_OF_TEAM:
                 raise Conflict(
                     "too many jobs are open",
-                    got=MOST_OPEN,
+                    got=f"{of_team} of team {team}, {len(open_jobs)} of all",
+                    wanted=f"fewer than {MOST_OPEN_OF_TEAM} of a team, {MOST_OPEN} of all",
                     do="Cancel some, or wait until some have ended.",
                 )
             return self._save(job)

@@ -12,7 +12,7 @@ import signal
 import threading
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -249,7 +249,7 @@ def start(
     if continue_from.startswith("tj-"):
         client = CoordinatorClient.of(find_installation(state))
         continue_from = whole_training_id(client, continue_from)
-    owner = {"team": team, "project": project, "purpose": purpose}
+    owner: dict[str, Any] = {"team": team, "project": project, "purpose": purpose}
     owner["evaluate_on"] = evaluate_on or (snapshot_url if evaluate else "")
     return FlowCall(state=state, run_id=run_id, as_json=as_json).run(
         "train.train_model",
