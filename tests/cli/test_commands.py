@@ -14,16 +14,17 @@ from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from paceline.api import PrefectStarter
 from paceline.cli import flows
 from paceline.cli.commands import COMMANDS, GROUPS, group_of, leaves
 from paceline.cli.flows import FlowCall, _pages, flow_name, made_and_next, require_inputs
 from paceline.cli.main import cli
-from paceline.cli.options import again, one_of, or_last, print_table, remember
+from paceline.cli.options import again, next_line, one_of, or_last, print_table, remember
 from paceline.cli.progress import StageBars
 from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
-from paceline.errors import InvalidInput, NotFound
+from paceline.errors import AccessDenied, InvalidInput, NotFound
 from paceline.schemas import PRINTED, SCHEMAS, FlowAnswer, VerifyAnswer, flow_answer
 from paceline.tasks._support.run import StageUpdate
 from tests.api.conftest import make_runtime
@@ -395,6 +396,26 @@ def test_last_is_what_this_user_made_last_on_that_installation(
     remember(made, "publish.build_snapshot", {"url": "s3://b/3"})
     monkeypatch.setenv("XDG_CONFIG_HOME", "/proc/none")
     remember(made, "publish.build_snapshot", {"url": "s3://b/3"})  # and no error
+
+
+def test_a_source_that_is_not_allowed_is_refused_before_prefect(tmp_path: Path) -> None:
+    asked = {"model": "hf://org/name"}
+    with pytest.raises(AccessDenied, match=r"got hf://org/name.*source_repositories"):
+        require_inputs(make_runtime(tmp_path / "state"), asked)
+
+
+def test_the_next_command_has_the_state_directory_that_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @click.command()
+    @click.option("--state")
+    def made(state: str | None) -> None:
+        click.echo(next_line("lifecycle"))
+
+    for words, more in (([], ""), (["--state", "a b"], " --state 'a b'")):
+        monkeypatch.setattr("sys.argv", ["paceline", *words])
+        said = CliRunner().invoke(made, words).output
+        assert said == f"next:     paceline lifecycle{more}\n"
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def test_a_fleet_without_prefect_says_so_instead_of_starting_a_server(tmp_path, 
     assert done.returncode == 1, done
     (line,) = done.stderr.splitlines()
     assert "no Prefect server" in line
-    assert "init --prefect" in line
+    assert "paceline init" in line and "--prefect" in line
 
 
 def test_the_replicas_page_makes_a_state_and_its_options_are_known(tmp_path):

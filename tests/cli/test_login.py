@@ -294,11 +294,10 @@ def test_a_file_of_a_newer_version_is_refused(person: Served, laptop: Path) -> N
 
 
 def test_commands_that_need_the_state_directory_say_so(person: Served) -> None:
-    for words in (
-        ("where", "run-20260101-000000-abcdef"),
-        ("reproduce", "run-20260101-000000-abcdef"),
-    ):
-        one_line(paceline(*words), 77, "needs the installation's state directory", "--state DIR")
+    run = "run-20260101-000000-abcdef"
+    refused = paceline("reproduce", run)
+    one_line(refused, 77, "needs the installation's state directory", "--state DIR")
+    one_line(paceline("where", run), 1, run)
     assert "/fleet" in paceline("where").stdout
 
 

@@ -44,6 +44,7 @@ PATHS: tuple[tuple[str, ...], ...] = (
     ("simulate", "--size", "1GB", "--faults", PATH),
     ("train", "--text", PATH),
     ("train", "--model", PATH),
+    ("train", "--snapshot", PATH),
 )
 # on an installation
 NAMES: tuple[tuple[str, ...], ...] = (

@@ -199,7 +199,7 @@ def test_the_readme_brings_up_an_installation_and_a_model_to_it(installed: Insta
     for each in ("S3", "prefect", "mlflow", "coordinator"):
         assert re.search(rf"^ *{each}\b.* \d+", installed.began, re.MULTILINE | re.IGNORECASE), each
     assert re.search(r"^ready in \d+\.\d s; ", installed.began, re.MULTILINE)
-    assert lines[-1].startswith("next           paceline lifecycle ")
+    assert lines[-2].startswith("next:     paceline lifecycle")
     assert re.search(rf"{installed.model} 2  complete .* active", installed.shown)
     assert re.search(r"mine 1  complete .* active", installed.shown)
     up, status, where, down = lines_of("how-to/run-an-installation.md", "run")

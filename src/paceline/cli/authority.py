@@ -36,6 +36,7 @@ from paceline.config import (
     Profile,
     Runtime,
     Secrets,
+    StorageSettings,
     load_runtime,
     read_certificate,
     save_runtime,
@@ -323,6 +324,12 @@ def _missing(runtime: Runtime) -> tuple[str, ...]:
         for each in runtime.profile.cluster.hosts
         if each.ssh.rpartition("@")[2].endswith(".example")
     ]
+    cluster, objects = runtime.profile.cluster, runtime.profile.objects
+    if cluster.kind in ("ssh", "slurm") and not cluster.scheduler:
+        wanted.append("--scheduler tls://HOST:PORT: Dask's, for [cluster] kind = " + cluster.kind)
+    bucket = runtime.profile.storage.bucket
+    if not objects.endpoint_url and bucket == StorageSettings().bucket:
+        wanted.append(f"storage.bucket: s3://{bucket} where AWS's settings say, else one of yours")
     if control.flow_starter == "prefect" and not runtime.endpoints.prefect_api_url:
         wanted.append('--prefect URL: [control] flow_starter = "prefect" needs Prefect\'s API')
     return tuple(wanted)

@@ -23,6 +23,7 @@ from paceline.cli.options import (
     read_profile,
     state_directory,
     state_option,
+    there,
 )
 from paceline.config import Runtime
 from paceline.errors import InvalidInput, NotReady, SourceMissing
@@ -173,8 +174,8 @@ def _report(runtime: Runtime, answer: dict[str, Any], as_json: bool, keep: bool)
     else:
         lines.append("  The pages are closed; `paceline demo --keep` or `paceline up` opens them.")
     lines += [
-        "Next, with models and data of your own:",
-        "  paceline up",
-        "  paceline lifecycle --model hf://org/name --data DIRECTORY",
+        "Next, with a model and data of your own, each a directory:",
+        f"  {there('up')}",
+        f"  {there('lifecycle --model DIRECTORY --data DIRECTORY')}",
     ]
     click.echo("\n".join(lines))

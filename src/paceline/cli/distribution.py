@@ -21,6 +21,7 @@ from paceline.cli.options import (
     ends_in_order,
     is_typed,
     json_option,
+    next_line,
     objects_of,
     profile_options,
     read_profile,
@@ -207,7 +208,7 @@ def publish(
         f"{done.seconds:.1f} s",
         f"digest {done.manifest_digest}",
         *([f"signed by {done.signed_by}"] if done.signed_by else []),
-        f"next:     paceline distribute {there}",
+        next_line(f"distribute {there}"),
     )
     return 0
 
@@ -403,10 +404,9 @@ def _described(done: Distribution) -> str:
     lines += [f"! {name} failed: {why.message}" for name, why in done.workers_failed.items()]
     first, *others = sorted(each.path for each in done.receipts)
     there = f" and {len(others)} more" if others else ""
-    lines += [
-        f"made:     {first}{there}",
-        f"next:     paceline generate {shlex.quote(first)} PROMPT",
-    ]
+    lines.append(f"made:     {first}{there}")
+    if (Path(first) / "config.json").is_file():
+        lines.append(f"next:     paceline generate {shlex.quote(first)} PROMPT")
     return "\n".join(lines)
 
 

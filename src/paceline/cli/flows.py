@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -19,6 +19,7 @@ from paceline.cli.options import (
     again,
     job_settings,
     json_option,
+    next_line,
     notice,
     or_last,
     point_prefect_at,
@@ -51,6 +52,9 @@ from paceline.schemas import (
     new_run_id,
 )
 
+if TYPE_CHECKING:
+    from paceline.tasks._support.run import Run
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -78,9 +82,9 @@ class FlowCall:
             raise NotFound(
                 "this installation has no Prefect server to run flows",
                 wanted="endpoints.prefect_api_url",
-                where=runtime.state_dir,
-                do="Name the server: `paceline init --prefect URL`. `paceline publish` and "
-                "`distribute` need none.",
+                where=runtime.state_dir / "runtime.json",
+                do="Name it there, or with --prefect where `paceline init` makes the directory. "
+                "`paceline publish` and `distribute` need none.",
             )
         require_extras("flows")  # before anything is read
         with_job_settings(runtime.profile, parameters.get("settings") or {})  # refused at once
@@ -96,6 +100,7 @@ class FlowCall:
         module, _, function = name.partition(".")
         flow = getattr(importlib.import_module(f"paceline.flows.{module}"), function)
         run = Run.open(runtime.state_dir, run_id)  # the flow opens the same
+        require_records(run, parameters)
         with (
             ended_by_stop(runtime.state_dir, run_id),
             StageBars() as bars,
@@ -185,8 +190,9 @@ def made_and_next(flow: str, given: Mapping[str, Any], result: FlowAnswer) -> li
         name = "judged"
     made, then = OUTCOMES.get(name, ("", ""))
     try:
-        lines = [f"made:     {made}", f"next:     paceline {then}"] if made else []
-        return [line.format_map(answer) for line in lines]
+        if not made:
+            return []
+        return [f"made:     {made.format_map(answer)}", next_line(then.format_map(answer))]
     except (KeyError, TypeError):  # a result of which the ledger keeps nothing any more
         return []
 
@@ -211,10 +217,13 @@ def require_inputs(runtime: Runtime, given: Mapping[str, Any]) -> None:
     object store.
     """
     from paceline.registry import published_reference
-    from paceline.relay import fetch_allowed_manifest
+    from paceline.relay import allowed_source, fetch_allowed_manifest
     from paceline.storage import ObjectStore, is_remote
 
     directory, data, model = (given.get(name) for name in ("directory", "data", "model"))
+    for source in (directory, model):
+        if source and is_remote(source):
+            allowed_source(source, runtime)
     for path in (directory, data):
         if not path or path == "stdlib" or path.startswith("s3://") or is_remote(path):
             continue
@@ -241,6 +250,20 @@ def require_inputs(runtime: Runtime, given: Mapping[str, Any]) -> None:
         from paceline.training import stored_training_id
 
         stored_training_id(continued, runtime.checkpoints_url, ObjectStore.from_runtime(runtime))
+
+
+def require_records(run: Run, given: Mapping[str, Any]) -> None:
+    """Refuse a training or an evaluation that this installation did not record, before Prefect;
+    raises as ``sealed.find``."""
+    from paceline.schemas import Evaluation, TrainResult
+    from paceline.tasks._support import sealed
+
+    for name, kind, record in (
+        ("trained", "training", TrainResult),
+        ("report", "evaluation", Evaluation),
+    ):
+        if named := given.get(name):
+            sealed.find(run, sealed.resolve(run, named, kind), kind, record)
 
 
 def left_behind(client: CoordinatorClient, deployment_id: str, *, cancels: bool) -> str:
@@ -332,12 +355,9 @@ def placed(name: str) -> str:
     return name if name.startswith("s3://") or name == "stdlib" else str(Path(name).absolute())
 
 
-TRAINED = (
-    "The training: last, id of its run or job, JSON of `paceline train --json`, or its digest."
-)
-REPORT = (
-    "The evaluation: last, id of its run or job, JSON of `paceline evaluate --json`, its digest."
-)
+NAMED = "last, the id of its run or job, JSON of `paceline {} --json`, or its {}"
+TRAINED = f"The training: {NAMED.format('training start', 'training_digest')}."
+REPORT = f"The evaluation: {NAMED.format('evaluate', 'report_digest')}."
 
 
 @click.command()
@@ -363,7 +383,7 @@ def evaluate(
 
     The training is found by its digest in what the installation recorded.
     """
-    digest = _digest_of(trained, "training_digest", "train", call.state)
+    digest = _digest_of(trained, "training_digest", "training start", call.state)
     return call.run(
         "evaluate.evaluate_model",
         model_id=model_id,
@@ -397,9 +417,7 @@ def promote(
     nothing is read but the digest that it names.
     """
     digest = _digest_of(report, "report_digest", "evaluate", call.state)
-    training = (
-        None if trained is None else _digest_of(trained, "training_digest", "train", call.state)
-    )
+    training = trained and _digest_of(trained, "training_digest", "training start", call.state)
     return call.run(
         "promote.promote_model",
         model_id=model_id,
@@ -445,9 +463,9 @@ def _digest_of(given: str, field: str, command: str, state: Path | None = None) 
             value = json.load(file)
     except OSError as error:
         raise (SourceMissing if isinstance(error, FileNotFoundError) else InvalidInput)(
-            "no such file, and no digest",
+            "no such file, and no id or digest",
             got=given,
-            wanted=f"JSON of `paceline {command} --json`, or its {field}",
+            wanted=NAMED.format(command, field),
         ) from error
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or too deeply nested
         raise InvalidInput("not JSON", got=error, wanted="a JSON object", where=given) from error

@@ -22,6 +22,7 @@ from paceline.cli.commands import ExistingPath, Sections
 from paceline.cli.options import (
     every,
     json_option,
+    next_line,
     notice,
     parsed,
     profile_options,
@@ -33,11 +34,11 @@ from paceline.cli.options import (
 )
 from paceline.client import CoordinatorClient
 from paceline.config import (
+    DEFAULT_S3,
     Runtime,
     ThisNode,
     find_installation,
     load_runtime,
-    require_here,
 )
 from paceline.errors import InvalidInput, PacelineError, SourceMissing
 from paceline.extras import require_extras
@@ -75,7 +76,8 @@ def up(state: Path | None, profile: str, overrides: tuple[str, ...], as_json: bo
         *service_lines(fleet.status(directory).services),
         f"ready in {ready_s:.1f} s; what the pages ask for is in the last of these files:",
         *_lines(links),
-        "next           paceline lifecycle   (`paceline down` stops it; the state stays)",
+        next_line("lifecycle"),
+        "          (`paceline down` stops it; the state stays)",
     )
     return 0
 
@@ -129,14 +131,13 @@ def where(run_id: str | None, state: Path | None, as_json: bool) -> int:
     The beginning of a run's id is enough where no other run begins so.
     """
     if run_id:
-        from paceline.registry import Registry, require_run_prefix
+        from paceline.registry import require_run_prefix
 
         require_run_prefix(run_id)
     runtime = find_installation(state)
     page = ""
     if run_id:
-        require_here(runtime, "`paceline where RUN`")
-        known = Registry.from_runtime(runtime).pages_of_runs(run_id)
+        known = _known_runs(runtime, run_id)
         run_id = one_of("run", run_id, known)
         page = known[run_id]
     if runtime.is_login:
@@ -144,10 +145,26 @@ def where(run_id: str | None, state: Path | None, as_json: bool) -> int:
     else:
         found = pages(runtime)
     if run_id:
-        found |= {"run": run_id, "state": str(runtime.state_dir)}
+        found |= {"run": run_id}
+        if not runtime.is_login:
+            found["state"] = str(runtime.state_dir)
         found |= run_pages(runtime, run_id, page)
     show(Links.model_validate(found), as_json, *_lines(found))
     return 0
+
+
+def _known_runs(runtime: Runtime, run_id: str) -> dict[str, str]:
+    """Return the runs that ``run_id`` begins, each with its page in MLflow: "" where the command
+    does not reach MLflow, and the coordinator alone is asked."""
+    if runtime.endpoints.mlflow_url and not runtime.is_login:
+        from paceline.registry import Registry
+
+        return Registry.from_runtime(runtime).pages_of_runs(run_id)
+    client = CoordinatorClient.of(runtime)
+    runs = {each.run_id for each in client.approvals()}
+    runs |= {each.run_id for each in client.deployments() if each.run_id}
+    runs |= {each.run_id for each in client.jobs(limit=500).jobs}
+    return {each: "" for each in sorted(runs) if each.startswith(run_id)}
 
 
 def run_pages(runtime: Runtime, run_id: str, mlflow: str = "") -> dict[str, str]:
@@ -192,14 +209,16 @@ def deployment_page(client: CoordinatorClient, deployment_id: str) -> str:
 
 def pages(runtime: Runtime) -> dict[str, str]:
     """Return the URLs of the installation's pages and the paths of its logs and credentials."""
-    return {
-        "prefect": runtime.endpoints.prefect_ui_url,
-        "mlflow": runtime.endpoints.mlflow_url,
-        "fleet": f"{runtime.endpoints.coordinator_url}/fleet",
-        "s3": runtime.endpoints.s3_url,
+    known = runtime.endpoints
+    found = {
+        "prefect": known.prefect_ui_url,
+        "mlflow": known.mlflow_url,
+        "fleet": f"{known.coordinator_url}/fleet",
+        "s3": "" if known.s3_url == DEFAULT_S3 else known.s3_url,
         "logs": str(runtime.state_dir / "logs"),
         "credentials": str(runtime.state_dir / "runtime.json"),
     }
+    return {name: target for name, target in found.items() if target}
 
 
 def _lines(links: dict[str, str]) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from paceline.cli.options import again, json_option, notice, remember, show
+from paceline.cli.options import again, json_option, next_line, notice, remember, show
 from paceline.client import (
     TOKEN_VARIABLE,
     Client,
@@ -245,7 +245,7 @@ def distribute(
         f"{len(answer.targets)} workers{without}, {then}",
         f"fleet:    {deployment_page(client.coordinator, deployment_id)}",
         f"done: run {run_id}, deployment {deployment_id}",
-        "next:     paceline status" if activate else f"next:     paceline activate {deployment_id}",
+        next_line("status" if activate else f"activate {deployment_id}"),
     )
     return 0
 

@@ -273,6 +273,19 @@ def again(run_id: str) -> str:
     return shlex.join(["paceline", *whole, "--run-id", run_id])
 
 
+def there(words: str) -> str:
+    """Return `paceline WORDS`, with the state directory where one was typed."""
+    context, more = click.get_current_context(silent=True), ""
+    if context is not None and context.params.get("state") and is_typed("state"):
+        more = f" --state {shlex.quote(str(context.params['state']))}"
+    return f"paceline {words}{more}"
+
+
+def next_line(words: str) -> str:
+    """Return the line with the command `paceline WORDS` that one would type next."""
+    return f"next:     {there(words)}"
+
+
 def print_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table; where it is wider than the terminal, one block of lines a row."""
     from rich.cells import cell_len

@@ -28,11 +28,13 @@ from paceline.cli.board import (
 from paceline.cli.options import (
     deadline_option,
     json_option,
+    next_line,
     print_table,
     show,
     show_table,
     state_directory,
     state_option,
+    there,
     to_option,
     whole_deployment_id,
 )
@@ -153,11 +155,13 @@ def status(state: Path | None, as_json: bool) -> int:
         show(report, as_json)
     else:
         directory = state_directory(state)
-        idle = f"nothing runs in {directory}; start it with `paceline up`"
+        idle = f"nothing runs in {directory}; `{there('up')}` starts an installation there"
         if runtime is not None and runtime.is_login:
             idle = "no coordinator answers"
         elif runtime is not None and not runtime.secrets.coordinator_token:
             idle = f"{directory} is a node's, and no coordinator answers"
+        elif runtime is not None and runtime.endpoints.coordinator_urls:
+            idle = f"{directory} is a fleet's, and none of its coordinators answers"
         _show(report, idle)
     return 0 if answers else 75
 
@@ -228,7 +232,8 @@ def activate(
     if targets:
         deployment_id = _part_of(client, deployment_id, ";".join(targets), deadline)
     client.activate(deployment_id, allow_older=allow_older)
-    _switched(client, deployment_id, began, deadline, as_json)
+    back = next_line(f"rollback {deployment_id}")
+    _switched(client, deployment_id, began, deadline, as_json, back)
     return 0
 
 
@@ -359,7 +364,12 @@ def _newest(runtime: Runtime) -> str:
 
 
 def _switched(
-    client: CoordinatorClient, deployment_id: str, began: float, deadline_s: float, as_json: bool
+    client: CoordinatorClient,
+    deployment_id: str,
+    began: float,
+    deadline_s: float,
+    as_json: bool,
+    *more: str,
 ) -> None:
     """Wait for the requested switch and print its outcome; raises where it did not happen."""
     view = client.await_switch(deployment_id, deadline_s)
@@ -376,6 +386,7 @@ def _switched(
         as_json,
         f"{view.switched} workers run {', '.join(versions) or 'it'}, in {duration(done.seconds)}"
         + (f"; {shortened(view.waiting)} will when they return" if view.waiting else ""),
+        *more,
     )
 
 
@@ -454,8 +465,10 @@ def _show(report: StatusReport, nothing: str) -> None:
         click.echo(nothing)
     for replica in report.replicas:
         role = "leads" if replica.leads else "stands by" if replica.answers else "does not answer"
-        epoch = f"epoch {replica.epoch}" if replica.answers else replica.problem
+        epoch = f"epoch {replica.epoch}" if replica.answers else ""
         click.echo(f"coordinator          {role:<11} {epoch:>8}  {replica.url}".rstrip())
+        if replica.problem:
+            click.echo(f"  {replica.problem}")
     if not any(each.answers for each in report.replicas):
         return
     lost = tuple(each.worker_id for each in report.workers if not each.alive)

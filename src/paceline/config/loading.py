@@ -250,7 +250,9 @@ def _explain(
     first = error.errors()[0]
     location = [str(part) for part in first["loc"]]
     dotted = ".".join(location)
-    where = f"--set {dotted}" if dotted in overrides else path
+    typed = next((key for key in overrides if f"{dotted}.".startswith(f"{key}.")), None)
+    typed = typed or next((key for key in overrides if key.startswith(f"{dotted}.")), None)
+    where = path if typed is None else f"--set {typed}"
     if first["type"] == "extra_forbidden":
         valid = _keys_at(location[:-1])
         return InvalidProfile(

@@ -308,7 +308,8 @@ def load_runtime(state_dir: Path | str | None = None) -> Runtime:
             got="no runtime.json",
             wanted="a started installation",
             where=directory,
-            do="Run `paceline up` (or name another directory with --state).",
+            do="Name its directory with --state. `paceline up` starts one on this machine, "
+            "`paceline init` prepares a fleet's, `paceline login` uses one elsewhere.",
         ) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise NotReady(

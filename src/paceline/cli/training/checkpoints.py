@@ -45,10 +45,10 @@ def list_checkpoints(
     """List the checkpoints at PLACE, newest first. With --verify, exit code 1 where one is damaged;
     it is named, and left as it is.
     """
-    from paceline.training.checkpoint import generations_at
+    settings, store = read_profile(profile, overrides), _store(place, profile, overrides)
+    from paceline.training.checkpoint import generations_at  # torch, which takes seconds
 
-    settings = read_profile(profile, overrides)
-    generations = generations_at(place, _store(place, profile, overrides), settings)
+    generations = generations_at(place, store, settings)
     found = generations.find()
     shown: list[CheckpointShown] = []
     job_id: str | None = None
@@ -102,13 +102,11 @@ def export_checkpoint(
 
     Every byte is verified on the way.
     """
-    from paceline.training.checkpoint import export_dcp, generation_at
-
     began = time.monotonic()
-    settings = read_profile(profile, overrides)
-    generations, generation = generation_at(
-        place, step, _store(place, profile, overrides), settings
-    )
+    settings, store = read_profile(profile, overrides), _store(place, profile, overrides)
+    from paceline.training.checkpoint import export_dcp, generation_at  # torch, which takes seconds
+
+    generations, generation = generation_at(place, step, store, settings)
     commit, tensors = export_dcp(
         generations,
         generation,
@@ -135,8 +133,17 @@ def export_checkpoint(
 
 
 def _store(place: str, profile: str, overrides: tuple[str, ...]) -> ObjectStore | None:
-    """Return the store of the installation that a command means, where ``place`` is its bucket."""
+    """Return the store of the installation that a command means, where ``place`` is its bucket.
+
+    Raises SourceMissing where ``place`` is a path and nothing is there.
+    """
     if not place.startswith("s3://"):
+        if "://" not in place and not Path(place).exists():
+            raise SourceMissing(
+                "no such directory",
+                got=place,
+                wanted="the --output of a training, its checkpoints, or s3://bucket/prefix",
+            )
         return None
     from paceline.storage import parse_url
 

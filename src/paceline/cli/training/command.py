@@ -46,7 +46,7 @@ from paceline.cli.training.output import (
     shown_warnings,
     summary,
 )
-from paceline.errors import Cancelled, InvalidInput
+from paceline.errors import Cancelled, InvalidInput, SourceMissing
 from paceline.extras import require_extras
 from paceline.relay import SignalEvent
 from paceline.schemas import TrainAnswer, is_run_id, one_of
@@ -288,6 +288,7 @@ def train_here(
     if text is not None and snapshot is not None:
         raise InvalidInput("two sources of data", got="--text and --snapshot", wanted="one of them")
     _require_files(text)
+    _require_places(snapshot, model, checkpoints, mlflow)
     if not profile.training.steps:
         raise InvalidInput(
             "nothing to train", got="0 steps", wanted="at least 1", where="training.steps"
@@ -309,8 +310,6 @@ def train_here(
     )
     if run_id and run_id.startswith("run-") and not is_run_id(run_id):
         run_id = one_of("run", run_id, single.run_ids(output))
-    if mlflow is not None:
-        location(mlflow)  # raises before any data are read
     cancel = SignalEvent()
     with (
         shown_warnings() as handler,
@@ -370,6 +369,25 @@ def _require_files(text: Path | None) -> None:
     """Refuse a directory without any file, before torch is imported."""
     if text is not None and text.is_dir() and not any(each.is_file() for each in text.rglob("*")):
         raise InvalidInput("no file to learn from", got="an empty directory", where=text)
+
+
+def _require_places(
+    snapshot: str | None, model: Path | None, checkpoints: str | None, mlflow: str | None
+) -> None:
+    """Refuse what cannot be where it is said to be, before torch is imported; what lies there is
+    checked later."""
+    if snapshot is not None and "://" not in snapshot and not Path(snapshot).exists():
+        raise SourceMissing("no such data snapshot", got=snapshot, wanted="a directory or its URL")
+    if model is not None and not model.is_dir():
+        raise SourceMissing(
+            "no such model directory", got=model, wanted="safetensors and config", where="--model"
+        )
+    if checkpoints is not None and checkpoints.startswith("s3://"):
+        from paceline.storage import parse_url
+
+        parse_url(checkpoints)
+    if mlflow is not None:
+        location(mlflow)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from paceline.cli.options import (
     gang_options,
     job_settings,
     json_option,
+    next_line,
     notice,
     or_last,
     project_option,
@@ -149,7 +150,7 @@ def submit(
         notice(f"estimate: {known}; {guess.based_on[0]}", mark="")
     if not follow:
         job_id = made.job.job_id
-        _print(made, as_json, f"queued: {job_id}", f"next:   paceline jobs show {job_id}")
+        _print(made, as_json, f"queued: {job_id}", next_line(f"jobs show {job_id}"))
         return 0
     notice(f"job {made.job.job_id}; Ctrl-C leaves it running", mark="")
     return _followed(client, made.job.job_id, as_json)

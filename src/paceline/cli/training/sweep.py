@@ -21,6 +21,7 @@ from paceline.cli.options import (
     gang_options,
     job_settings,
     json_option,
+    next_line,
     notice,
     or_last,
     print_table,
@@ -184,7 +185,7 @@ def _detach(made: Sweep, client: Client, as_json: bool) -> int:
     begun = client.start("sweep", given | {"search": search}, on_notice=notice)
     answer = SweepStarted(run_id=begun.run_id, flow_run_id=begun.id, page=begun.page)
     show(answer, as_json, f"started:  {begun.page or begun.id}",
-         f"next:     paceline sweep report {made.name}")  # fmt: skip
+         next_line(f"sweep report {made.name}"))  # fmt: skip
     return 0
 
 
