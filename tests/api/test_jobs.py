@@ -221,6 +221,31 @@ def test_of_many_resumes_at_once_one_queues_the_job(routes: Routes) -> None:
     assert sum(each.reason == "resumed" for each in history) == 1
 
 
+@pytest.mark.parametrize("state", [S.QUEUED, S.ADMITTED, S.STARTING, S.RUNNING])
+def test_a_job_that_was_never_paused_is_not_resumed(routes: Routes, state: JobState) -> None:
+    paused = routes.table.job(routes.paused("NVIDIA A100"))
+    others = {"job_id": "tj-000000000001", "state": S.QUEUED, "history": ()}
+    job = paused.model_copy(update=others)
+    for each in (S.ADMITTED, S.STARTING, S.RUNNING):
+        if job.state is not state:
+            job = changed(job, each, 3.0)
+    routes.table.add(job)
+    with pytest.raises(Conflict, match=f"nothing to resume.*got {state}"):
+        routes.of["resume_job"](job.job_id)
+    assert routes.table.job(job.job_id) == job
+
+
+def test_a_resume_is_repeated_until_its_job_has_made_a_step(routes: Routes) -> None:
+    job_id = routes.paused("NVIDIA A100")
+    for state in (S.QUEUED, S.ADMITTED, S.STARTING):
+        if state is not S.QUEUED:
+            routes.table.change(job_id, lambda job: changed(job, state, 3.0))  # noqa: B023
+        assert routes.of["resume_job"](job_id).job.state is state
+    routes.table.change(job_id, lambda job: changed(job, S.RECOVERING, 4.0))
+    with pytest.raises(Conflict, match="nothing to resume"):
+        routes.of["resume_job"](job_id)
+
+
 def test_pages_of_jobs_have_each_job_once_the_newest_first(routes: Routes) -> None:
     base = routes.table.job(routes.paused("NVIDIA A100"))
     for number in range(4):

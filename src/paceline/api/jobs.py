@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import takewhile
 from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Header
@@ -170,8 +171,8 @@ def _add_changing(
 
     @router.post(f"{JOBS}/{{job_id}}/resume")
     def resume_job(job_id: JobId, call: ResumeJob | None = None) -> JobView:
-        """Put a paused job into the queue again; it goes on from its newest checkpoint. A new
-        budget counts for a job that waits or runs, too."""
+        """Put a paused job into the queue again; it goes on from its newest checkpoint. A repeat
+        changes nothing. A new budget counts for a job that waits or runs, too."""
         budget = None if call is None else call.budget
         _require_prices(budget, prices)
         paused = table.job(job_id)
@@ -182,9 +183,9 @@ def _add_changing(
 
         def make(job: TrainingJob) -> TrainingJob:
             job = job if budget is None else _with_budget(job, budget)
-            if job.state.waits or job.state in (JobState.ADMITTED, JobState.STARTING):
-                return job  # a second resume
-            if budget is not None and job.state.holds_hosts:
+            if budget is not None and (job.state.waits or job.state.holds_hosts):
+                return job
+            if _is_resumed(job):
                 return job
             if job.state is not JobState.PAUSED:
                 raise Conflict(
@@ -261,6 +262,14 @@ def _ended_by(job: TrainingJob, wanted: str, at_once: JobState, ending: JobState
     if job.state is ending:  # it yields, and is to stay away
         return job.model_copy(update={"wanted": wanted, "reason": reason})
     return changed(job, ending, now, reason, who, wanted=wanted)
+
+
+def _is_resumed(job: TrainingJob) -> bool:
+    """Return whether a person has resumed the job just now: since then the queue has started it at
+    most, and its caller repeats the request, perhaps for want of an answer."""
+    begins = (JobState.QUEUED, JobState.ADMITTED, JobState.STARTING)
+    since = takewhile(lambda each: each.state in begins, reversed(job.history))
+    return any(each.reason == "resumed" for each in since)
 
 
 def _with_budget(job: TrainingJob, budget: float) -> TrainingJob:
