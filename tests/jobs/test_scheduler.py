@@ -720,6 +720,24 @@ def test_an_adopted_flow_that_dies_while_paused_fails_with_what_to_do(
     assert "is left as it is" not in caplog.text
 
 
+@pytest.mark.parametrize("before", [S.QUEUED, S.PAUSED])
+@pytest.mark.parametrize("review", ["", "2 shards"])
+def test_an_adopted_flow_that_completes_as_it_waits_ends_its_job(
+    queue: Queue, caplog: pytest.LogCaptureFixture, before: JobState, review: str
+) -> None:
+    queue.submit(4)
+    queue.look()
+    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
+    mine = queue.add(spec, adopted=True, flow_run_id="by-hand", attempt=1).job_id
+    queue.report(mine, waits=True)
+    if before is S.PAUSED:
+        queue.ask(mine, "run", S.PAUSED)
+    queue.report(mine, outcome="succeeded", review=review)
+    queue.look(3)
+    assert queue.state(mine) is (S.NEEDS_REVIEW if review else S.SUCCEEDED)
+    assert "is left as it is" not in caplog.text
+
+
 def test_an_adopted_flow_that_dies_while_it_waits_gives_its_place_up(queue: Queue) -> None:
     queue.submit(4)
     queue.look()

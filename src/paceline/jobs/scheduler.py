@@ -114,7 +114,8 @@ class JobScheduler(RepeatedTask):
         jobs = self._table.open_jobs()
         if not jobs and not self._engine.has_own_queue:
             return
-        self._follow([each for each in jobs if each.state.holds_hosts or each.adopted])
+        open_ = [each for each in jobs if each.state is not JobState.NEEDS_REVIEW]  # it has ended
+        self._follow([each for each in open_ if each.state.holds_hosts or each.adopted])
         self._for_each([each for each in jobs if each.spec.budget], self._keep_budget)
         self._admit()
         self._for_each(self._table.open_jobs(), self._move)

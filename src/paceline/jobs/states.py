@@ -11,7 +11,7 @@ from paceline.schemas import KEPT_CHANGES, JobChange, JobState, LossCause, Train
 
 _S = JobState
 _ENDS = {_S.SUCCEEDED, _S.NEEDS_REVIEW, _S.FAILED, _S.CANCELLED}
-_WAITING = {_S.ADMITTED, _S.PAUSED, _S.CANCELLED, _S.FAILED}
+_WAITING = {_S.ADMITTED, _S.PAUSED, *_ENDS}  # an adopted one's flow may end meanwhile
 _FLOW_IS_OVER = {*_ENDS, _S.RECOVERING, _S.PREEMPTED, _S.PAUSED}
 NEXT: dict[JobState, set[JobState]] = {
     _S.QUEUED: _WAITING,
@@ -22,7 +22,7 @@ NEXT: dict[JobState, set[JobState]] = {
     _S.RUNNING: {_S.PAUSING, _S.CANCELLING, *_FLOW_IS_OVER},
     _S.PAUSING: {_S.CANCELLING, *_FLOW_IS_OVER},
     _S.CANCELLING: _ENDS,
-    _S.PAUSED: {_S.QUEUED, _S.CANCELLED, _S.FAILED},  # an adopted one's process may die
+    _S.PAUSED: {_S.QUEUED, *_ENDS},  # as above
     _S.NEEDS_REVIEW: {_S.SUCCEEDED, _S.FAILED},
     _S.SUCCEEDED: set(),
     _S.FAILED: set(),
