@@ -881,20 +881,34 @@ def test_a_job_resumes_on_the_kind_that_it_began_on() -> None:
     queue = Queue(worker("a-0", 8), worker("h-0", 8, "NVIDIA H100"))
     job_id = queue.submit(8, parameters={"training.ranks_per_node": 0})
     queue.look()
-    kind = queue.job(job_id).kind
-    queue.report(job_id, step=5, steps=9)
-    queue.look()
+    (kind,) = queue.job(job_id).usage[-1].accelerators
     queue.ask(job_id, "pause", S.PAUSING)
-    queue.report(job_id, step=5, steps=9, outcome="cancelled")
+    saved = JobCheckpoint(step=5, object_ref="s3://b/c/5", created_at=queue.now)
+    queue.report(job_id, step=5, steps=9, checkpoints=(saved,), outcome="cancelled")
     queue.look()
-    assert queue.state(job_id) is S.PAUSED
-    (mine,) = queue.job(job_id).history[-1:]
-    assert mine.reason == "pause; no step was made yet", "none was saved"
+    queue.lead()
+    assert (queue.state(job_id), queue.job(job_id).kind) == (S.PAUSED, kind)
     queue.store.workers = [worker("x-0", 8, "NVIDIA L4"), worker("y-0", 8, kind, capacity="spot")]
     queue.table.change(job_id, lambda job: changed(job, S.QUEUED, queue.now))
     queue.look()
     assert queue.job(job_id).placement is not None
     assert set(queue.job(job_id).placement.hosts) == {"y-0"}  # type: ignore[union-attr]
+
+
+def test_a_job_without_a_checkpoint_resumes_on_any_kind() -> None:
+    queue = Queue(worker("a-0", 8))
+    job_id = queue.submit(8, parameters={"training.ranks_per_node": 0})
+    queue.look()
+    queue.report(job_id, step=5, steps=9)
+    queue.look()
+    queue.ask(job_id, "pause", S.PAUSING)
+    queue.report(job_id, step=5, steps=9, outcome="cancelled")
+    queue.look()
+    assert queue.job(job_id).reason == "pause; no step was made yet", "none was saved"
+    queue.store.workers = [worker("x-0", 8, "NVIDIA L4")]
+    queue.ask(job_id, "run", S.QUEUED)
+    queue.look()
+    assert queue.state(job_id) is S.STARTING, queue.job(job_id).reason
 
 
 def test_a_flow_run_that_no_worker_takes_is_named_in_the_jobs_reason(queue: Queue) -> None:

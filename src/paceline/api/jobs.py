@@ -177,8 +177,8 @@ def _add_changing(
         _require_prices(budget, prices)
         paused = table.job(job_id)
         if paused.kind and paused.state is JobState.PAUSED:
-            # It goes on with the kind of accelerator that it began on. This may ask Slurm, so it
-            # is done before the table is locked.
+            # It goes on with the kind of accelerator that made its checkpoint. This may ask Slurm,
+            # so it is done before the table is locked.
             _require_room(paused, runtime, coordinator)
 
         def make(job: TrainingJob) -> TrainingJob:

@@ -143,7 +143,7 @@ def _pairs(labels: Mapping[str, str]) -> frozenset[str]:
 
 def gang_of(job: TrainingJob, settings: TrainingSettings, hosts: Sequence[Host]) -> Gang:
     """Return what a job with these settings asks admission for: spares are hosts of the gang, too,
-    and one that has begun goes on with the kind of accelerator that it began on."""
+    and one that has a checkpoint goes on with the kind of accelerator that made it."""
     asked = job.spec.resources
     spares, kind = settings.guard.spares, asked.accelerator
     if spares and (settings.ranks_per_node or max((e.slots for e in hosts), default=1)) > 1:

@@ -162,6 +162,9 @@ class JobScheduler(RepeatedTask):
         # Reports are in memory: after a failover a flow has LOST_S to report to this leader.
         last_s = job.updated_at if report is None else report.at
         silent_s = self._wall() - max(last_s, self._began_s)
+        if report is not None and report.checkpoints and not job.kind and job.usage:
+            kind = next(iter(job.usage[-1].accelerators))  # a gang's hosts are of one
+            self._table.change(job.job_id, lambda now: now.model_copy(update={"kind": kind}))
         if report is not None and report.outcome is not None:
             self._ended(job, report.outcome, report.error)
         elif state == "COMPLETED":
@@ -350,8 +353,8 @@ class JobScheduler(RepeatedTask):
                 level=placed.level,
                 score=round(placed.score, 4),
             )
-            usage, kind = begun(job, held, placed.hosts, self._wall()), held[0].kind
-            self._change(job, JobState.ADMITTED, "", placement=placement, usage=usage, kind=kind)
+            usage = begun(job, held, placed.hosts, self._wall())
+            self._change(job, JobState.ADMITTED, "", placement=placement, usage=usage)
         elif job.state.waits and found.phase == "failed":
             self._change(job, JobState.FAILED, found.reason)
         elif found.phase == "cancelled" and (job.state.waits or holds):

@@ -343,7 +343,7 @@ class TrainingJob(Record):
     placement: JobPlacement | None = None  # of its last admission; None: not yet
     # the last one; None: the installation's own admission, or none is requested
     allocation: JobAllocation | None = Field(default=None, exclude_if=is_none)
-    kind: Text = Field(default="", max_length=100)  # of its accelerators: it resumes on the same
+    kind: Text = Field(default="", max_length=100)  # of its first checkpoint's accelerators
     report: JobReport | None = None  # the last one that was stored
     history: tuple[JobChange, ...] = ()  # oldest first
     usage: tuple[JobUsage, ...] = ()  # oldest first; the last may go on
