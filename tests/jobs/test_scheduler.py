@@ -358,6 +358,28 @@ def test_a_flow_that_is_lost_before_its_first_report_frees_its_nodes(
         assert job.placement is None
 
 
+def test_a_job_of_many_losses_goes_on_while_it_saves_checkpoints(queue: Queue) -> None:
+    job_id = queue.submit(2)
+    queue.look()
+    for lost in range(1, 8):
+        saved = JobCheckpoint(step=lost, object_ref=f"s3://b/c/{lost}", created_at=queue.now)
+        queue.report(job_id, step=lost, steps=99, checkpoints=(saved,))
+        queue.look()
+        queue.ends(job_id, "CRASHED")
+        queue.look(2)
+        assert (queue.state(job_id), queue.job(job_id).losses) == (S.STARTING, lost)
+    for _ in range(2):  # with the last one, three since the newest checkpoint
+        queue.report(job_id, step=8, steps=99)
+        queue.lead()
+        queue.ends(job_id, "CRASHED")
+        queue.look(2)
+    assert queue.state(job_id) is S.STARTING
+    queue.ends(job_id, "CRASHED")
+    queue.look()
+    assert queue.state(job_id) is S.FAILED
+    assert "ended 4 times without a new checkpoint" in queue.job(job_id).reason
+
+
 def test_while_prefect_is_away_no_flow_that_starts_is_lost(queue: Queue) -> None:
     job_id = queue.submit(1)
     queue.look()

@@ -31,7 +31,13 @@ from paceline.errors import (
 from paceline.jobs.engines import Engine, OwnAdmission, Request, Standing
 from paceline.jobs.placement import Gang, Host, gang_of, hosts_of
 from paceline.jobs.preemption import Reservation
-from paceline.jobs.states import cause_of, changed, is_passing, warned
+from paceline.jobs.states import (
+    cause_of,
+    changed,
+    is_passing,
+    losses_since_checkpoint,
+    warned,
+)
 from paceline.jobs.table import JobTable
 from paceline.jobs.usage import begun, budget_reason
 from paceline.schemas import (
@@ -57,7 +63,8 @@ PENDING_LOST_S = 1200.0
 ENDED_WITHIN_S = 3600.0  # of its loss a flow run is ended in Prefect
 UNANSWERED_S = 60.0  # that Prefect shows a lost flow run as Cancelling: no runner ends it
 MOST_CALLS = 20  # of Prefect for lost flow runs, in one round
-MOST_LOSSES = 3  # flow runs lost or ended by passing failures; the next one fails the job
+# Flow runs lost or ended by passing failures since the newest checkpoint; the next fails the job.
+MOST_LOSSES = 3
 RUNNING = "RUNNING"
 ENDING = frozenset({"CANCELLING", "CANCELLED"})
 OPEN = frozenset({"SCHEDULED", "PENDING", "RUNNING", "PAUSED"})
@@ -241,7 +248,9 @@ class JobScheduler(RepeatedTask):
         self._change(job, JobState.PREEMPTED, reason, cause="preempted", **fields)
 
     def _lose(self, job: TrainingJob, why: str) -> None:
-        """Have the job start again, up to MOST_LOSSES times; it resumes its checkpoint."""
+        """Have the job start again, up to MOST_LOSSES times between two checkpoints; it resumes the
+        newest.
+        """
         cause = cause_of(why)
         if job.wanted == "cancel":
             self._change(job, JobState.CANCELLED, why, cause=cause)
@@ -252,8 +261,8 @@ class JobScheduler(RepeatedTask):
             paused = " while it was paused" if job.state is JobState.PAUSED else ""
             reason = f"{why}{paused}; start it again: it resumes its checkpoint"
             self._change(job, JobState.FAILED, reason, cause=cause)
-        elif job.losses >= MOST_LOSSES:
-            reason = f"ended {job.losses + 1} times; the last: {why}"
+        elif (losses := losses_since_checkpoint(job)) >= MOST_LOSSES:
+            reason = f"ended {losses + 1} times without a new checkpoint; the last: {why}"
             self._change(job, JobState.FAILED, reason, cause=cause)
         else:
             self._change(job, JobState.RECOVERING, why, cause=cause, losses=job.losses + 1)

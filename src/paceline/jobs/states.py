@@ -77,6 +77,14 @@ def changed(
     return job.model_copy(update=update | fields)
 
 
+def losses_since_checkpoint(job: TrainingJob) -> int:
+    """Return how often the job was lost, and started again, since its newest checkpoint."""
+    saved = job.report.checkpoints if job.report is not None else ()
+    saved_at = max((each.created_at for each in saved), default=0.0)
+    lost = [e for e in job.history if e.state is _S.RECOVERING and e.cause]
+    return sum(each.at > saved_at for each in lost)
+
+
 def require_open(job: TrainingJob, what: str) -> None:
     """Raise Conflict where ``job`` has ended, and there is nothing to ``what``."""
     if job.state.is_final or job.state is JobState.NEEDS_REVIEW:
