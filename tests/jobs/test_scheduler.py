@@ -358,6 +358,34 @@ def test_a_flow_that_is_lost_before_its_first_report_frees_its_nodes(
         assert job.placement is None
 
 
+@pytest.mark.parametrize("word", ["pause", "cancel"])
+def test_a_flow_made_while_its_job_is_paused_or_cancelled_is_ended(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    job_id, make = queue.submit(4), queue.flows.run
+
+    def slow(*given: Any) -> FlowRunView:
+        made = make(*given)
+        queue.ask(job_id, "run", S.PAUSED if word == "pause" else S.CANCELLED)
+        return made
+
+    monkeypatch.setattr(queue.flows, "run", slow)
+    queue.look()
+    monkeypatch.undo()
+    (flow,) = queue.flows.runs
+    state, reason = queue.state(job_id), queue.job(job_id).reason
+    queue.lead()
+    queue.look()
+    assert queue.flows.runs[flow] == "CANCELLING"
+    assert (queue.state(job_id), queue.job(job_id).reason) == (state, reason)
+    if word == "pause":  # Prefect still shows the first one as Cancelling
+        queue.ask(job_id, "run", S.QUEUED)
+        queue.look(2)
+        assert queue.state(job_id) is S.STARTING
+        assert queue.flow_of(job_id) != flow
+        assert [each.attempt for each in queue.job(job_id).usage] == [1, 2]
+
+
 def test_a_job_of_many_losses_goes_on_while_it_saves_checkpoints(queue: Queue) -> None:
     job_id = queue.submit(2)
     queue.look()

@@ -32,6 +32,7 @@ from paceline.jobs.engines import Engine, OwnAdmission, Request, Standing
 from paceline.jobs.placement import Gang, Host, gang_of, hosts_of
 from paceline.jobs.preemption import Reservation
 from paceline.jobs.states import (
+    abandoned,
     cause_of,
     changed,
     is_passing,
@@ -424,13 +425,17 @@ class JobScheduler(RepeatedTask):
             self._table.note(job.job_id, f"its flow cannot be started yet: {error.one_line()}")
             return
         self._due.pop(job.job_id, None)
-        self._change(
+        after = self._change(
             job,
             JobState.STARTING,
             flow_run_id=made.flow_run_id,
             attempt=job.attempt + 1,
             started_at=job.started_at or self._wall(),
         )
+        if after.flow_run_id != made.flow_run_id:  # it was paused or cancelled meanwhile
+            at = self._wall()
+            self._table.change(job.job_id, lambda now: abandoned(now, made.flow_run_id, at))
+            self._lost_s = -math.inf  # it is ended in the next round
 
     def _end(self, job: TrainingJob) -> None:
         if self._flows is None or not job.flow_run_id or self._waits(job):
@@ -478,8 +483,11 @@ class JobScheduler(RepeatedTask):
     def _waits(self, job: TrainingJob) -> bool:
         return self._due.get(job.job_id, 0.0) > self._wall()
 
-    def _change(self, job: TrainingJob, state: JobState, reason: str = "", **fields: Any) -> None:
-        """Store a change unless someone else has changed the job since it was read."""
+    def _change(
+        self, job: TrainingJob, state: JobState, reason: str = "", **fields: Any
+    ) -> TrainingJob:
+        """Store a change unless someone else has changed the job since it was read; return the job
+        as it is then."""
 
         def make(now: TrainingJob) -> TrainingJob:
             if now.state is not job.state or now.flow_run_id != job.flow_run_id:
@@ -487,7 +495,7 @@ class JobScheduler(RepeatedTask):
             return changed(now, state, self._wall(), reason, **fields)
 
         self._due.pop(job.job_id, None)
-        self._table.change(job.job_id, make)
+        return self._table.change(job.job_id, make)
 
 
 def parameters_of(job: TrainingJob) -> dict[str, object]:

@@ -77,6 +77,16 @@ def changed(
     return job.model_copy(update=update | fields)
 
 
+def abandoned(job: TrainingJob, flow_run_id: str, at: float) -> TrainingJob:
+    """Return ``job``, which was paused or cancelled while this flow run was made for it, with the
+    flow run in its history as one to end in Prefect, and as an attempt: the next one is another.
+    """
+    reason = "the flow run that was made for it meanwhile is cancelled"
+    change = JobChange(state=job.state, at=at, reason=reason, flow_run_id=flow_run_id)
+    history = (*job.history, change)[-KEPT_CHANGES:]
+    return job.model_copy(update={"history": history, "attempt": job.attempt + 1})
+
+
 def losses_since_checkpoint(job: TrainingJob) -> int:
     """Return how often the job was lost, and started again, since its newest checkpoint."""
     saved = job.report.checkpoints if job.report is not None else ()

@@ -213,7 +213,7 @@ class JobChange(Record):
     reason: Text = Field(default="", max_length=500)
     by: Text = Field(default="", max_length=128)  # who asked for it; "": the coordinator
     cause: LossCause = ""  # "": the attempt was not lost
-    # that was lost without its end: it is ended in Prefect, too
+    # that is to be ended in Prefect: it was lost without its end, or is not needed any more
     flow_run_id: Text = Field(default="", max_length=64, exclude_if=is_empty)
 
 
