@@ -450,6 +450,23 @@ def test_a_lost_flow_starts_again_in_the_allocation_and_a_cancel_frees_it(
     assert queue.state(job_id) is S.CANCELLED
 
 
+def test_a_job_whose_flow_no_worker_takes_gives_its_allocation_back(
+    queue: SlurmQueue, site: Site
+) -> None:
+    job_id = queue.submit(4)
+    queue.look()
+    queue.runs(job_id)
+    queue.look(7, seconds=100)
+    assert queue.state(job_id) is S.RECOVERING
+    assert len(site.called("scancel")) == 1
+    queue.slurm(job_id, "CANCELLED")
+    queue.look(5, seconds=100)
+    assert queue.state(job_id) is S.RECOVERING
+    assert len(site.called("sbatch")) == 1
+    queue.look(2, seconds=100)
+    assert len(site.called("sbatch")) == 2
+
+
 def test_an_allocation_without_a_job_is_released_and_others_left_alone(
     queue: SlurmQueue, site: Site
 ) -> None:

@@ -323,7 +323,7 @@ def test_a_flow_that_is_lost_before_its_first_report_frees_its_nodes(
     job_id = queue.submit(4)
     queue.look()
     first = queue.flow_of(job_id)
-    queue.look(20, seconds=100)  # no Prefect worker takes it: it is not lost, however long it waits
+    queue.look(2, seconds=100)  # no Prefect worker takes it: it is not lost yet
     assert (queue.flow_of(job_id), queue.state(job_id)) == (first, S.STARTING)
 
     def prefect_says() -> None:  # whatever the queue asks of Prefect: no process acts on it
@@ -406,6 +406,75 @@ def test_a_job_of_many_losses_goes_on_while_it_saves_checkpoints(queue: Queue) -
     queue.look()
     assert queue.state(job_id) is S.FAILED
     assert "ended 4 times without a new checkpoint" in queue.job(job_id).reason
+
+
+def test_a_job_whose_flow_no_worker_takes_gives_its_nodes_to_others(queue: Queue) -> None:
+    job_id = queue.submit(4, priority=9)
+    queue.look()
+    first = queue.flow_of(job_id)
+    queue.look(7, seconds=100)
+    assert queue.flow_of(job_id) == first
+    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
+    other = queue.add(spec, adopted=True, flow_run_id="by-hand", attempt=1).job_id
+    queue.look()
+    job = queue.job(job_id)
+    assert (job.state, job.losses, job.placement) == (S.RECOVERING, 0, None)
+    assert queue.flows.runs[first] == "CANCELLING"
+    assert queue.state(other) is S.ADMITTED
+    queue.report(other, outcome="succeeded")
+    queue.look(5, seconds=100)
+    job = queue.job(job_id)
+    assert (job.state, job.reason) == (
+        S.RECOVERING,
+        "no Prefect worker has taken its flow run for 601 s",
+    )
+    queue.look(2, seconds=100)
+    assert queue.state(job_id) is S.STARTING
+    assert queue.flow_of(job_id) != first
+
+
+def test_a_person_need_not_wait_for_a_job_that_no_worker_took(queue: Queue) -> None:
+    job_id = queue.submit(4)
+    queue.look()
+    queue.look(8, seconds=100)
+    assert queue.state(job_id) is S.RECOVERING
+    queue.ask(job_id, "run", S.PAUSED)
+    queue.ask(job_id, "run", S.QUEUED)
+    queue.look()
+    assert queue.state(job_id) is S.STARTING
+
+
+def test_a_job_that_prefect_cannot_start_is_preempted(queue: Queue) -> None:
+    low = queue.submit(4)
+    queue.flows.away = True
+    queue.look(60, seconds=10)
+    assert queue.state(low) is S.ADMITTED
+    high = queue.submit(4, priority=50)
+    queue.look(2)
+    assert (queue.state(low), queue.state(high)) == (S.PREEMPTED, S.ADMITTED)
+    assert queue.job(low).preemptions == 1
+    assert f"preempted for {high}" in queue.job(low).history[-1].reason
+    queue.flows.away = False
+    queue.look(6)
+    assert queue.state(high) is S.STARTING
+    assert len(queue.flows.runs) == 1
+
+
+def test_of_two_victims_the_one_that_has_not_begun_is_taken() -> None:
+    queue = Queue(worker("node-0"), worker("node-1"))
+    begun = queue.submit(1)
+    queue.look()
+    queue.report(begun, step=1, steps=100)
+    queue.flows.away = True
+    waits = queue.submit(1)
+    for _ in range(100):
+        queue.report(begun, step=1, steps=100)
+        queue.look()
+    saved = JobCheckpoint(step=2, object_ref="s3://b/c/2", created_at=queue.now - 9)
+    queue.report(begun, step=2, steps=100, checkpoints=(saved,))
+    queue.submit(1, priority=50)
+    queue.look()
+    assert [queue.state(each) for each in (begun, waits)] == [S.RUNNING, S.PREEMPTED]
 
 
 def test_while_prefect_is_away_no_flow_that_starts_is_lost(queue: Queue) -> None:

@@ -56,6 +56,7 @@ LAST_CALL_S = 15.0
 RETRY_S = 5.0  # after a start that Prefect could not make
 CANCEL_RETRY_S = 10.0
 LATE_S = 60.0  # until a Prefect worker should have taken a flow run
+UNTAKEN_S = 600.0  # until its job gives its nodes back; it requests others after as long
 LOST_S = 30.0  # without a report of a flow that has reported, or was cancelled before it began
 # The same of one that never has: its first report needs 14 CPU-seconds after the start. Before, a
 # Prefect worker may pull an image of gigabytes: it is PENDING then.
@@ -192,7 +193,7 @@ class JobScheduler(RepeatedTask):
             if job.flow_run_id and self._flows is not None:
                 with contextlib.suppress(PacelineError):  # it may be gone, and Prefect away
                     self._flows.cancel(job.flow_run_id)
-            self._lose(job, why)
+            self._lose(job, why, untaken=state == "SCHEDULED" and report is None)
         elif job.state is JobState.ADMITTED and job.adopted and report and not report.waits:
             self._change(job, JobState.STARTING, started_at=job.started_at or self._wall())
         elif job.state is JobState.STARTING and report is not None and report.step > 0:
@@ -209,7 +210,7 @@ class JobScheduler(RepeatedTask):
         if silent_s is not None:
             return f"its flow has not reported for {silent_s:.0f} s" if silent_s > LOST_S else ""
         flow_run_id, now = job.flow_run_id or "", self._wall()
-        if state in ("", "SCHEDULED"):  # Prefect is away, or no Prefect worker takes it
+        if not state:  # Prefect is away
             self._silent.pop(flow_run_id, None)
             return ""
         if self._silent.get(flow_run_id, ("", 0.0))[0] != state:
@@ -219,9 +220,11 @@ class JobScheduler(RepeatedTask):
             return "Prefect does not have its flow run any more" if silent_s > LOST_S else ""
         # One that is cancelled before it began is cancelled by no runner: Prefect refuses to start
         # it, and shows it as Cancelling for five minutes. It holds no node, as it never reported.
-        limits_s = {"PENDING": PENDING_LOST_S, "CANCELLING": LOST_S}
+        limits_s = {"PENDING": PENDING_LOST_S, "CANCELLING": LOST_S, "SCHEDULED": UNTAKEN_S}
         if silent_s <= limits_s.get(state, START_LOST_S):
             return ""
+        if state == "SCHEDULED":
+            return f"no Prefect worker has taken its flow run for {silent_s:.0f} s"
         return f"its flow has never reported, and is {state} in Prefect since {silent_s:.0f} s"
 
     def _ended(self, job: TrainingJob, outcome: str, message: str, *, lost: bool = False) -> None:
@@ -248,9 +251,9 @@ class JobScheduler(RepeatedTask):
         reason, fields = job.reason or "preempted", {"preemptions": job.preemptions + 1} | fields
         self._change(job, JobState.PREEMPTED, reason, cause="preempted", **fields)
 
-    def _lose(self, job: TrainingJob, why: str) -> None:
+    def _lose(self, job: TrainingJob, why: str, *, untaken: bool = False) -> None:
         """Have the job start again, up to MOST_LOSSES times between two checkpoints; it resumes the
-        newest.
+        newest. ``untaken``: its flow run never began, and that is no fault of the job's.
         """
         cause = cause_of(why)
         if job.wanted == "cancel":
@@ -262,6 +265,11 @@ class JobScheduler(RepeatedTask):
             paused = " while it was paused" if job.state is JobState.PAUSED else ""
             reason = f"{why}{paused}; start it again: it resumes its checkpoint"
             self._change(job, JobState.FAILED, reason, cause=cause)
+        elif untaken:
+            # What Slurm or Kubernetes holds for it is given back, too, as at a pause.
+            after = self._change(job, JobState.RECOVERING, why, allocation=None)
+            if after.state is JobState.RECOVERING:
+                self._due[job.job_id] = self._wall() + UNTAKEN_S
         elif (losses := losses_since_checkpoint(job)) >= MOST_LOSSES:
             reason = f"ended {losses + 1} times without a new checkpoint; the last: {why}"
             self._change(job, JobState.FAILED, reason, cause=cause)
@@ -291,7 +299,7 @@ class JobScheduler(RepeatedTask):
         twin_of = training.setdefault if self._engine.has_own_queue else training.get
         waiting = []
         for job in jobs:
-            if job.state.waits:
+            if job.state.waits and not self._stays_away(job):
                 other = twin_of(job.training_key, job.job_id)
                 if other == job.job_id:
                     waiting.append(job)
@@ -332,9 +340,19 @@ class JobScheduler(RepeatedTask):
             ):
                 # The reason changes more often than the state: it is kept without an event.
                 self._table.note(job.job_id, why)
-        needed = {e.job_id for e in self._table.open_jobs() if e.state.waits or e.state.holds_hosts}
+        needed = {
+            each.job_id
+            for each in self._table.open_jobs()
+            if each.state.holds_hosts or (each.state.waits and not self._stays_away(each))
+        }
         for job_id in standings.keys() - needed:
             self._engine.cancel(job_id)
+
+    def _stays_away(self, job: TrainingJob) -> bool:
+        """Return whether the job gave its nodes back as no Prefect worker took its flow run, and
+        leaves them to others yet.
+        """
+        return job.state is JobState.RECOVERING and self._waits(job)
 
     def _request(self, job: TrainingJob, hosts: Sequence[Host]) -> Request | None:
         """Ask the engine for the gang of a waiting job; None for one that can have none."""
@@ -377,7 +395,7 @@ class JobScheduler(RepeatedTask):
             if job.flow_run_id:
                 self._change(job, JobState.PAUSING, found.reason, wanted="yield")
             else:
-                self._change(job, JobState.PREEMPTED, found.reason, cause="preempted")
+                self._preempt(job.model_copy(update={"reason": found.reason}))
 
     def _gang_of(self, job: TrainingJob, hosts: Sequence[Host]) -> Gang | None:
         """Return what the job asks admission for. A waiting job whose settings the profile no
@@ -398,15 +416,20 @@ class JobScheduler(RepeatedTask):
     def _reservation(self, job: TrainingJob, gang: Gang) -> Reservation:
         assert job.placement is not None
         saved = [each.created_at for each in job.report.checkpoints] if job.report else []
-        began = job.usage[-1].since if job.usage else self._wall()  # earlier work is lost or saved
+        is_unbegun = job.state is JobState.ADMITTED and not job.adopted  # as while Prefect is away
+        # earlier work is lost or saved
+        began = job.usage[-1].since if job.usage and not is_unbegun else self._wall()
         trained = job.report is not None and job.report.training_digest is not None
         return Reservation(
             gang=gang,
             hosts=job.placement.hosts,
             lost_work_s=max(0.0, self._wall() - max([began, *saved])),
             # a flow that yields does so while its ranks run, and no more once they have trained
-            preemptible=(not trained if job.yields else not job.adopted)
-            and job.state in (JobState.STARTING, JobState.RUNNING),
+            preemptible=is_unbegun
+            or (
+                (not trained if job.yields else not job.adopted)
+                and job.state in (JobState.STARTING, JobState.RUNNING)
+            ),
             ending=job.state in (JobState.PAUSING, JobState.CANCELLING),
         )
 
