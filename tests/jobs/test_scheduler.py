@@ -256,6 +256,48 @@ def test_of_identical_jobs_the_one_of_higher_priority_begins_first(
     assert queue.state(first) is S.STARTING
 
 
+SAME: dict[str, dict[str, Any]] = {
+    "seed": {"seed": 0},
+    "the profile's value": {"parameters": {"training.optimizer": "adamw"}},
+    "accumulation": {"parameters": {"training.accumulation": 2}},
+    "training.ranks": {"parameters": {"training.ranks": 1}},
+    "purpose": {"purpose": "language-model-training"},
+    "mesh": {"parameters": {"training.mesh.shard": 2}},
+    "another export": {"parameters": {"training.export_dtype": "float32"}},
+    "snapshot's URL": {"data_snapshot": f"{SNAPSHOT}/"},
+}
+OTHER: dict[str, dict[str, Any]] = {
+    "seed": {"seed": 1},
+    "learning rate": {"parameters": {"training.learning_rate": 0.5}},
+    "hook": {"parameters": {"training.mesh.hook": "bf16"}},
+    "batching": {"parameters": {"data.batching": "packed"}},
+    "labels": {"labels": "shuffled"},
+    "purpose": {"purpose": "speech"},
+    "code": {"code_ref": "task:make"},
+    "continued": {"continue_from": "job-0123456789ab"},
+}
+
+
+@pytest.mark.parametrize("given", SAME.values(), ids=SAME)
+def test_jobs_that_write_the_same_checkpoints_wait_for_each_other(
+    queue: Queue, given: dict[str, Any]
+) -> None:
+    first, second = twins(queue, {"resources": {"ranks": 1}}, given)
+    queue.look(2)
+    assert (queue.state(first), queue.state(second)) == (S.STARTING, S.QUEUED)
+    assert queue.job(second).reason == f"waiting for {first}, which trains the same"
+    queue.ends(first, "COMPLETED")
+    queue.look(2)
+    assert queue.state(second) is S.STARTING, "it finds the result"
+
+
+@pytest.mark.parametrize("given", OTHER.values(), ids=OTHER)
+def test_jobs_of_other_trainings_run_beside_each_other(queue: Queue, given: dict[str, Any]) -> None:
+    both = twins(queue, {"resources": {"ranks": 1}}, given)
+    queue.look(2)
+    assert [queue.state(each) for each in both] == [S.STARTING] * 2
+
+
 @pytest.mark.parametrize("blocked_by", ["its quota", "busy hosts"])
 def test_an_identical_job_starts_where_the_one_before_it_cannot(blocked_by: str) -> None:
     quota = {"jobs.quotas.nlp.slots": "1", "jobs.quotas.nlp.borrow": "0"}

@@ -141,9 +141,12 @@ def _pairs(labels: Mapping[str, str]) -> frozenset[str]:
     return frozenset(f"{key}={value}" for key, value in labels.items())
 
 
-def gang_of(job: TrainingJob, settings: TrainingSettings, hosts: Sequence[Host]) -> Gang:
+def gang_of(
+    job: TrainingJob, settings: TrainingSettings, hosts: Sequence[Host], training: str = ""
+) -> Gang:
     """Return what a job with these settings asks admission for: spares are hosts of the gang, too,
-    and one that has a checkpoint goes on with the kind of accelerator that made it."""
+    and one that has a checkpoint goes on with the kind of accelerator that made it. ``training``
+    is the gang's."""
     asked = job.spec.resources
     spares, kind = settings.guard.spares, asked.accelerator
     if spares and (settings.ranks_per_node or max((e.slots for e in hosts), default=1)) > 1:
@@ -164,7 +167,7 @@ def gang_of(job: TrainingJob, settings: TrainingSettings, hosts: Sequence[Host])
         labels=_pairs(asked.node_labels),
         within=asked.within,
         ranks_per_host=settings.ranks_per_node,
-        training=job.training_key,
+        training=training,
     )
 
 

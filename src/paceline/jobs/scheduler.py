@@ -47,6 +47,7 @@ from paceline.schemas import (
     JobState,
     TrainingJob,
 )
+from paceline.training import training_key
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,8 @@ class JobScheduler(RepeatedTask):
         self._profile, self._wall = profile, wall
         self._engine = engine or OwnAdmission(profile)
         self._began_s = wall()
-        self._settings: dict[str, TrainingSettings] = {}  # of each open job
+        # of each open job its settings, and the key of its training
+        self._settings: dict[str, tuple[TrainingSettings, str]] = {}
         self._due: dict[str, float] = {}  # job → when Prefect is called for it again
         # flow run that has not reported → its state in Prefect, which may be GONE, and since when
         self._silent: dict[str, tuple[str, float]] = {}
@@ -293,14 +295,17 @@ class JobScheduler(RepeatedTask):
 
     def _admit(self) -> None:
         jobs = self._table.open_jobs()
-        training = {e.training_key: e.job_id for e in reversed(jobs) if e.state.holds_hosts}
+        kept = {each.job_id for each in jobs}
+        self._settings = {key: value for key, value in self._settings.items() if key in kept}
+        holding = [each for each in jobs if each.state.holds_hosts and self._has_settings(each)]
+        training = {self._settings[e.job_id][1]: e.job_id for e in reversed(holding)}
         # Our admission sees all that wait, and starts the first that fits; another engine may start
         # two before the next round.
         twin_of = training.setdefault if self._engine.has_own_queue else training.get
         waiting = []
         for job in jobs:
-            if job.state.waits and not self._stays_away(job):
-                other = twin_of(job.training_key, job.job_id)
+            if job.state.waits and not self._stays_away(job) and self._has_settings(job):
+                other = twin_of(self._settings[job.job_id][1], job.job_id)
                 if other == job.job_id:
                     waiting.append(job)
                 else:  # its result will be this job's, too
@@ -309,8 +314,6 @@ class JobScheduler(RepeatedTask):
             return
         workers = self._coordinator.read(lambda state: state.fleet.workers())
         hosts = hosts_of(workers, self._profile.training)
-        kept = {each.job_id for each in jobs if not each.state.is_final}
-        self._settings = {key: value for key, value in self._settings.items() if key in kept}
         requests = [
             made
             for each in waiting
@@ -318,10 +321,9 @@ class JobScheduler(RepeatedTask):
             if (made := self._request(each, hosts)) is not None
         ]
         running = [
-            self._reservation(each, gang)
-            for each in jobs
-            if each.state.holds_hosts and each.placement is not None
-            if (gang := self._gang_of(each, hosts)) is not None
+            self._reservation(each, self._gang_of(each, hosts))
+            for each in holding
+            if each.placement is not None
         ]
         standings = self._engine.status(hosts, requests, running, self._wall())
         reasons = self._engine.reasons()
@@ -356,10 +358,8 @@ class JobScheduler(RepeatedTask):
 
     def _request(self, job: TrainingJob, hosts: Sequence[Host]) -> Request | None:
         """Ask the engine for the gang of a waiting job; None for one that can have none."""
-        if (gang := self._gang_of(job, hosts)) is None:
-            return None
-        per_node = self._settings[job.job_id].ranks_per_node
-        request = Request(job=job, gang=gang, ranks_per_node=per_node)
+        per_node = self._settings[job.job_id][0].ranks_per_node
+        request = Request(job=job, gang=self._gang_of(job, hosts), ranks_per_node=per_node)
         try:
             self._engine.submit(request)
         except (InvalidInput, AccessDenied) as error:
@@ -397,21 +397,26 @@ class JobScheduler(RepeatedTask):
             else:
                 self._preempt(job.model_copy(update={"reason": found.reason}))
 
-    def _gang_of(self, job: TrainingJob, hosts: Sequence[Host]) -> Gang | None:
-        """Return what the job asks admission for. A waiting job whose settings the profile no
-        longer takes fails, and is None; one that runs counts with the profile's own.
+    def _gang_of(self, job: TrainingJob, hosts: Sequence[Host]) -> Gang:
+        settings, training = self._settings[job.job_id]
+        return gang_of(job, settings, hosts, training)
+
+    def _has_settings(self, job: TrainingJob) -> bool:
+        """Read the job's settings and return True. A waiting job whose settings the profile no
+        longer takes fails; one that runs counts with the profile's own.
         """
-        settings = self._settings.get(job.job_id)
-        if settings is None:  # read once: a job's spec never changes
-            try:
-                settings = with_job_settings(self._profile, job.spec.settings).training
-            except InvalidProfile as error:
-                if job.state.waits:
-                    self._change(job, JobState.FAILED, error.one_line())
-                    return None
-                settings = self._profile.training
-            self._settings[job.job_id] = settings
-        return gang_of(job, settings, hosts)
+        if job.job_id in self._settings:  # read once: what a job trains never changes
+            return True
+        try:
+            profile = with_job_settings(self._profile, job.spec.settings)
+            read = profile.training, training_key(job.spec, profile)
+        except InvalidProfile as error:
+            if job.state.waits:
+                self._change(job, JobState.FAILED, error.one_line())
+                return False
+            read = self._profile.training, job.job_id  # the key of no other job
+        self._settings[job.job_id] = read
+        return True
 
     def _reservation(self, job: TrainingJob, gang: Gang) -> Reservation:
         assert job.placement is not None

@@ -24,7 +24,6 @@ from paceline.schemas.base import (
     Text,
     Url,
     canonical_json,
-    digest_of,
     is_empty,
     is_none,
 )
@@ -198,13 +197,6 @@ class SubmitJob(Record):
         return made
 
 
-# Who pays, who waits, where a gang runs and who judges changes nothing of what is trained.
-_NOT_TRAINED = {
-    *("name", "team", "project", "priority", "resources", "checkpoint_policy", "budget", "sweep"),
-    "evaluate_on",
-}
-
-
 class JobChange(Record):
     """One change of a job's state."""
 
@@ -357,11 +349,6 @@ class TrainingJob(Record):
         before = self.history[-2:-1]
         reviewed = self.state.is_final and before and before[0].state is JobState.NEEDS_REVIEW
         return self.history[-1] if reviewed else None
-
-    @property
-    def training_key(self) -> str:
-        """Return a digest of what is trained: jobs with the same one share a training."""
-        return digest_of(self.spec.model_dump(mode="json", exclude=_NOT_TRAINED))
 
 
 class JobView(Record):

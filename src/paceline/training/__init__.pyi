@@ -14,6 +14,7 @@ from .identity import (
     config_digest as config_digest,
     result_data_settings as result_data_settings,
     training_inputs as training_inputs,
+    training_key as training_key,
     with_derived_id as with_derived_id,
 )
 from .interval import (

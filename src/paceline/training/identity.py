@@ -13,7 +13,7 @@ from typing import Any
 
 import paceline
 from paceline.config import DataSettings, Profile, TrainingSettings
-from paceline.schemas import TaskSize, TrainJob, digest_of
+from paceline.schemas import SubmitJob, TaskSize, TrainJob, digest_of
 
 # Settings that change speed or placement, not the result.
 _RESULT_NEUTRAL_SETTINGS = {
@@ -69,12 +69,44 @@ def config_digest(job: TrainJob) -> str:
             "purpose": job.purpose,
             "labels": job.labels,
             "data": result_data_settings(job.data),
-            "settings": _without_later_defaults(
-                job.settings.model_dump(mode="json", exclude=_result_neutral(job.settings))
-            )
-            | {"mesh": job.settings.mesh.model_dump(mode="json", include=_RESULT_MESH_SETTINGS)},
+            "settings": _result_settings(job.settings),
         }
     )
+
+
+def training_key(spec: SubmitJob, profile: Profile) -> str:
+    """Return a digest that is equal for jobs of the queue that write the same checkpoints.
+
+    ``profile`` has the job's own settings. Nothing is read: of two jobs with different keys only
+    these may still train the same: versions or snapshots with equal content, an earlier training
+    whose own settings are given again, and a context that the base says itself.
+    """
+    training = profile.training
+    if spec.code_ref:
+        training = training.model_copy(update={"code_ref": spec.code_ref})
+    settings = _result_settings(training)
+    # The model's policy may choose these, by what the base is.
+    for name in ("export_dtype", "export_program"):
+        settings.pop(name, None)
+    return digest_of(
+        {
+            "model": [spec.model_id, spec.version],
+            "context": profile.model.context,
+            "snapshot": spec.data_snapshot.rstrip("/"),
+            "continues": spec.continue_from,
+            "purpose": spec.purpose or profile.data.purpose,
+            "labels": spec.labels,
+            "data": result_data_settings(profile.data),
+            "settings": settings,
+        }
+    )
+
+
+def _result_settings(settings: TrainingSettings) -> dict[str, Any]:
+    """Return the settings that change the result."""
+    given = settings.model_dump(mode="json", exclude=_result_neutral(settings))
+    mesh = settings.mesh.model_dump(mode="json", include=_RESULT_MESH_SETTINGS)
+    return _without_later_defaults(given) | {"mesh": mesh}
 
 
 def _result_neutral(settings: TrainingSettings) -> set[str]:
