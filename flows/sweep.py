@@ -65,6 +65,6 @@ def sweep(
     )  # fmt: skip
     run = Run.open(state_dir, run_id)
     storage = studies_of(run.runtime)
-    run = Run.open(run.state_dir, stored_run_id(storage, name) or run.run_id)
+    run = Run.open(run.state_dir, stored_run_id(storage, name, given.identity) or run.run_id)
     with recorded(run, "sweep"):
         return run_trials(run, given, storage)

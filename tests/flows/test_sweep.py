@@ -18,7 +18,7 @@ from prefect.utilities.callables import parameter_schema
 
 from paceline.client import Client
 from paceline.config import Runtime, save_runtime
-from paceline.errors import Cancelled, RunElsewhere
+from paceline.errors import Cancelled, Conflict, RunElsewhere
 from paceline.flows.sweep import sweep
 from paceline.jobs import studies_of
 from paceline.jobs.sweeps import held, opened
@@ -229,6 +229,21 @@ def test_a_second_start_of_a_running_sweep_leaves_its_record_to_the_first(
     assert logged.info.status == "RUNNING", "the first one closes it"
     assert "failure.txt" not in [e.path for e in registry.call("list_artifacts", parent)]
     assert len(installation.jobs) == 1, "no job of the second"
+
+
+def test_a_taken_name_leaves_the_other_sweeps_record_as_it_is(
+    runtime: Runtime, installation: Installation, typed: Callable[..., dict[str, Any]]
+) -> None:
+    began, registry = new_run_id(), Registry.from_runtime(runtime)
+    run(runtime, typed("--trials", "1", "--team", "nlp"), began)
+    parent = registry.find_run(began)
+    before = registry.call("get_run", parent).to_dictionary()
+    record = installation.ledger_get("sweep", sweep_key("lr"))
+    with pytest.raises(Conflict, match=r"another sweep's.*got team vision, wanted team nlp"):
+        run(runtime, typed("--trials", "1", "--team", "vision"), new_run_id())
+    assert registry.call("get_run", parent).to_dictionary() == before
+    assert "failure.txt" not in [e.path for e in registry.call("list_artifacts", parent)]
+    assert installation.ledger_get("sweep", sweep_key("lr")) == record
 
 
 SEARCH = {"space": {"training.learning_rate": {"kind": "float", "low": 1e-5, "high": 1e-2}}}

@@ -244,9 +244,10 @@ def test_a_sweep_that_was_refused_does_not_keep_its_name(
     with monkeypatch.context() as patch:
         patch.setattr(Queue, "submit", refused_purpose)
         with pytest.raises(AccessDenied):
-            run(replace(sweep, purpose="speach"), Queue())
-    queue = Queue()
-    run(replace(sweep, purpose="speech", trials=2), queue)
+            run(replace(sweep, purpose="speach"), Queue(), run_id=new_run_id())
+    sweep, queue = replace(sweep, purpose="speech", trials=2), Queue()
+    assert stored_run_id(STORAGE, "lr", sweep.identity) == "", "a run of its own"
+    run(sweep, queue)
     assert len(queue.jobs) == 2
 
 
@@ -345,11 +346,11 @@ def test_one_process_runs_a_sweep(sweep: Sweep) -> None:
 
 def test_trials_of_a_sweep_carry_the_run_that_it_began_with(sweep: Sweep) -> None:
     first, queue, changes = new_run_id(), Queue(), list[SweepShown]()
-    assert stored_run_id(STORAGE, "lr") == ""
+    assert stored_run_id(STORAGE, "lr", sweep.identity) == ""
     run(replace(sweep, trials=2), queue, run_id=first, on_change=changes.append)
     assert {each.state for each in changes[-1].trials} == {"complete"}
     found = run(replace(sweep, trials=4), queue, run_id="run-20261120-153600-9f3a1c")
-    assert found.run_id == stored_run_id(STORAGE, "lr") == first
+    assert found.run_id == stored_run_id(STORAGE, "lr", sweep.identity) == first
     assert [each.spec.sweep for each in queue.jobs.values()] == [first] * 4
 
 

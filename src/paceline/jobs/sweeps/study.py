@@ -97,16 +97,9 @@ def opened(storage: str, name: str, identity: dict[str, Any] | None) -> Iterator
             study_name=name, storage=rows, load_if_exists=True, direction=direction,
         )  # fmt: skip
         study = create()
-        if study.user_attrs.get("sweep", identity) != identity and not _has_begun(study):
+        if not _is_same(study, identity):
             optuna.delete_study(study_name=name, storage=rows)
             study = create()
-        before = study.user_attrs.get("sweep", identity)
-        for key in identity | before:
-            if before.get(key) != identity.get(key):
-                raise Conflict("this name is another sweep's", got=f"{key} {identity.get(key)}",
-                               wanted=f"{key} {before.get(key)}", where=name,
-                               do="Go on with what it was begun with, or choose another name.",
-                )  # fmt: skip
         study.set_user_attr("sweep", identity)
         yield study
     except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
@@ -117,6 +110,22 @@ def opened(storage: str, name: str, identity: dict[str, Any] | None) -> Iterator
     finally:
         rows.remove_session()
         rows.engine.dispose()
+
+
+def _is_same(study: Study, identity: dict[str, Any]) -> bool:
+    """Return whether the study is the sweep's; False for another's that has not begun. Raises
+    Conflict for another's that has."""
+    before = study.user_attrs.get("sweep", identity)
+    different = [key for key in identity | before if before.get(key) != identity.get(key)]
+    if different and _has_begun(study):
+        raise Conflict(
+            "this name is another sweep's",
+            got=f"{different[0]} {identity.get(different[0])}",
+            wanted=f"{different[0]} {before.get(different[0])}",
+            where=study.study_name,
+            do="Go on with what it was begun with, or choose another name.",
+        )
+    return not different
 
 
 def _has_begun(study: Study) -> bool:
@@ -138,11 +147,12 @@ def _rows(storage: str) -> RDBStorage:
     )
 
 
-def stored_run_id(storage: str, name: str) -> str:
-    """Return the run id of the stored sweep; "" where there is no such sweep, or it has none."""
+def stored_run_id(storage: str, name: str, identity: dict[str, Any]) -> str:
+    """Return the run id of the stored sweep; "" where there is no such sweep, or it has none.
+    Raises Conflict where the name is another sweep's, whose run is not to be opened."""
     try:
         with opened(storage, name, None) as study:
-            return str(study.user_attrs.get("run_id", ""))
+            return str(study.user_attrs.get("run_id", "")) if _is_same(study, identity) else ""
     except NotFound:
         return ""
 
