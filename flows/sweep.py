@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from paceline.jobs import Search, Sweep, stored_run_id, studies_of
 from paceline.schemas import SweepShown
 from paceline.tasks._support.declaring import (
+    CodeRef,
     GangResources,
     JobSettings,
     ModelId,
@@ -14,6 +15,7 @@ from paceline.tasks._support.declaring import (
     Project,
     Purpose,
     SnapshotUrl,
+    SweepBudget,
     Team,
     Version,
     about,
@@ -49,6 +51,8 @@ def sweep(
     project: Project = "",
     purpose: Purpose = "",
     priority: Priority = 0,
+    code_ref: CodeRef = "",
+    budget: SweepBudget = None,
     state_dir: str | None = None,
     run_id: str | None = None,
 ) -> SweepShown:
@@ -61,7 +65,8 @@ def sweep(
     given = Sweep.of(
         {"name": name, "model_id": model_id, "version": version, "snapshot_url": snapshot_url,
          "resources": resources, "settings": settings, "team": team, "project": project,
-         "purpose": purpose, "priority": priority, **search.model_dump()}
+         "purpose": purpose, "priority": priority, "code_ref": code_ref, "budget": budget,
+         **search.model_dump()}
     )  # fmt: skip
     run = Run.open(state_dir, run_id)
     storage = studies_of(run.runtime)

@@ -15,6 +15,7 @@ from paceline.tasks import distribute
 from paceline.tasks._support import sealed
 from paceline.tasks._support.declaring import (
     CheckpointPolicy,
+    CodeRef,
     GangResources,
     JobBudget,
     JobName,
@@ -74,15 +75,7 @@ def train_model(
         str | None,
         about("Continue from", "The last checkpoint of this finished job.", "job-4be1c2a09f3d"),
     ] = None,
-    code_ref: Annotated[
-        str,
-        about(
-            "Code",
-            "A pinned function of the profile's security.code_sources that makes the model; "
-            "default: the profile's.",
-            "git+https://host/repository.git@COMMIT#task:make",
-        ),
-    ] = "",
+    code_ref: CodeRef = "",
     team: Team = "",
     project: Project = "",
     purpose: Purpose = "",

@@ -85,6 +85,24 @@ _OF_A_JOB = SubmitJob.model_fields  # over REST; with the same texts and limits 
 JobName = Annotated[str, _OF_A_JOB["name"]]
 Priority = Annotated[int, _OF_A_JOB["priority"]]
 JobBudget = Annotated[Budget | None, _OF_A_JOB["budget"]]
+SweepBudget = Annotated[
+    Budget | None,
+    about(
+        "Budget",
+        "The most that all trials together may cost, in the currency of the profile's prices; then "
+        "no other trial starts. Empty or 0: no limit.",
+        200,
+    ),
+]
+CodeRef = Annotated[
+    str,
+    about(
+        "Code",
+        "A pinned function of the profile's security.code_sources that makes the model; default: "
+        "the profile's.",
+        "git+https://host/repository.git@COMMIT#task:make",
+    ),
+]
 Seed = Annotated[int | None, _OF_A_JOB["seed"]]
 GangResources = Annotated[Resources | None, _OF_A_JOB["resources"]]
 CheckpointPolicy = Annotated[CheckpointSettings | None, _OF_A_JOB["checkpoint_policy"]]

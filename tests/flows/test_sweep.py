@@ -17,7 +17,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.utilities.callables import parameter_schema
 
 from paceline.client import Client
-from paceline.config import Runtime, save_runtime
+from paceline.config import PriceSettings, Runtime, save_runtime
 from paceline.errors import Cancelled, Conflict, RunElsewhere
 from paceline.flows.sweep import sweep
 from paceline.jobs import studies_of
@@ -148,6 +148,19 @@ def test_a_detached_sweep_is_one_mlflow_run_with_a_child_for_each_trial(
     assert SweepShown.model_validate(record.output).best == found.best
 
 
+def test_a_detached_sweep_has_code_and_a_budget_of_its_own(
+    runtime: Runtime, installation: Installation, typed: Callable[..., dict[str, Any]]
+) -> None:
+    installation.prices = PriceSettings(per_hour={"h100": 2.5})
+    installation.trial_price, code = 10.0, "git+https://host/r.git@" + "a" * 40 + "#task:make"
+    chosen = ("--trials", "5", "--parallel", "1", "--code-ref", code, "--budget", "15")
+    found = run(runtime, typed(*chosen), new_run_id())
+    assert found.stopped == "the budget is spent: 20.00 of 15.00 EUR"
+    assert [each.spec.code_ref for each in installation.jobs.values()] == [code] * 2
+    record = installation.ledger_get("sweep", sweep_key("lr"))
+    assert record is not None and record.output["stopped"] == found.stopped
+
+
 def test_a_sweep_that_a_command_runs_here_is_a_run_in_mlflow_too(
     runtime: Runtime, installation: Installation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -261,6 +274,7 @@ GIVEN = {"name": "lr", "model_id": "acme/tiny", "version": "1", "snapshot_url": 
         ("resources", {"ranks": -1}),
         ("priority", 1000),
         ("purpose", "a purpose"),
+        ("budget", -1),
     ],
 )
 def test_prefects_page_takes_a_sweep_and_refuses_a_bad_one(field: str, value: object) -> None:

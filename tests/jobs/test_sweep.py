@@ -14,7 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from paceline.cli import cli
-from paceline.config import Profile, load_profile, save_runtime
+from paceline.config import PriceSettings, Profile, load_profile, save_runtime
 from paceline.errors import AccessDenied, Conflict, InvalidInput, NotFound, RunElsewhere
 from paceline.jobs import (
     Sweep,
@@ -187,6 +187,63 @@ def test_a_metric_that_no_report_has_fails_the_trials(sweep: Sweep) -> None:
     found = run(replace(sweep, metric="nothing", trials=2), Queue())
     assert found.best is None
     assert all("no finite nothing" in each.reason for each in found.trials)
+
+
+@pytest.fixture
+def priced() -> Queue:
+    """Jobs of 10 EUR each."""
+    queue = Queue()
+    queue.prices, queue.trial_price = PriceSettings(per_hour={"h100": 2.5}), 10.0
+    return queue
+
+
+def test_no_trial_starts_once_the_budget_is_spent(sweep: Sweep, priced: Queue) -> None:
+    sweep = replace(sweep, trials=8, parallel=2, budget=35)
+    lines: list[str] = []
+    found = run(sweep, priced, on_line=lines.append)
+    assert [each.state for each in found.trials] == ["complete"] * 4
+    assert found.stopped == "the budget is spent: 40.00 of 35.00 EUR"
+    assert found.stopped in page_of(found) and found.stopped in lines[-1]
+    assert report_sweep("lr", STORAGE).stopped == found.stopped
+    assert run(sweep, priced) == found, "what earlier runs spent counts"
+    whole = run(replace(sweep, budget=100), priced)
+    assert (len(whole.trials), whole.stopped) == (8, "")
+    free = run(replace(sweep, trials=12, budget=0), priced)
+    assert (len(free.trials), free.stopped) == (12, "")
+
+
+def test_a_pruned_trial_counts_with_what_it_cost(sweep: Sweep, priced: Queue) -> None:
+    priced.a_look = 20
+    found = run(
+        replace(sweep, sampler="random", pruner="asha", trials=16, parallel=1, budget=40), priced
+    )
+    assert {"pruned"} < {each.state for each in found.trials}
+    assert 4 < len(found.trials) < 16
+    assert 40 <= 10 * priced.steps_made / STEPS < 50
+
+
+def test_a_cost_without_a_price_starts_no_other_trial(sweep: Sweep, priced: Queue) -> None:
+    priced.trial_price = None
+    found = run(replace(sweep, parallel=2, budget=35), priced)
+    assert len(found.trials) == 2
+    assert "cannot be counted: no price in [prices] per_hour for h100" in found.stopped
+
+
+def test_a_budget_without_prices_is_refused_before_any_job(sweep: Sweep) -> None:
+    queue = Queue()
+    with pytest.raises(InvalidInput, match="a budget needs prices"):
+        run(replace(sweep, budget=35), queue)
+    assert not queue.jobs
+
+
+def test_each_trial_has_the_sweeps_own_code(sweep: Sweep) -> None:
+    queue, code = Queue(), "git+https://host/r.git@" + "a" * 40 + "#task:make"
+    found = run(replace(sweep, code_ref=code, trials=2), queue)
+    assert [each.spec.code_ref for each in queue.jobs.values()] == [code] * 2
+    typed = parsed(shlex.split(found.reproduce)[1:]).params
+    assert typed["code_ref"] == code
+    with pytest.raises(Conflict, match="another sweep's: got code_ref None"):
+        run(sweep, queue)
 
 
 RATE = '[space."training.learning_rate"]\n'

@@ -129,6 +129,9 @@ def test_a_deploy_token_of_a_team_trains_for_it_and_cancels_other_flows(
         ({"resources": {"ranks": "all"}}, "ranks"),
         ({"storage": "s3://x"}, "storage"),
         ({"team": "a team"}, "team"),
+        ({"code_ref": "task:make"}, "task"),
+        ({"budget": -1}, "budget"),
+        ({"budget": 20}, "prices"),
     ],
 )
 def test_a_bad_sweep_is_refused_before_it_starts(

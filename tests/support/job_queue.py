@@ -7,9 +7,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from paceline.config import Endpoints, Profile, Runtime, Secrets, load_profile
+from paceline.config import (
+    Endpoints,
+    PriceSettings,
+    Profile,
+    Runtime,
+    Secrets,
+    load_profile,
+)
 from paceline.errors import Conflict, InvalidProfile
-from paceline.schemas import JobReport, JobState, SubmitJob, TrainingJob, new_run_id
+from paceline.schemas import (
+    JobReport,
+    JobState,
+    JobUsage,
+    JobView,
+    SubmitJob,
+    TrainingCosts,
+    TrainingJob,
+    new_run_id,
+)
 
 STEPS = 320
 SPACE = """
@@ -47,6 +63,8 @@ class Queue:
         self.refused: set[str] = set()
         self.looks_left = math.inf
         self.most_open = 0
+        self.prices = PriceSettings()
+        self.trial_price: float | None = None  # of a whole one
 
     def __enter__(self) -> Queue:
         return self
@@ -91,6 +109,16 @@ class Queue:
         new = {"state": state, "report": report, "reason": reason}
         self.jobs[job_id] = job.model_copy(update=new)
         return self.jobs[job_id]
+
+    def job_view(self, job_id: str) -> JobView:
+        job, steps = self.jobs[job_id], getattr(self.jobs[job_id].report, "step", 0)
+        price = self.trial_price and self.trial_price * steps / STEPS
+        held = JobUsage(attempt=1, accelerators={"h100": 1}, since=0.0)
+        job = job.model_copy(update={"usage": (held,) if steps else ()})
+        return JobView(job=job, spent=price, currency="EUR")
+
+    def training_costs(self) -> TrainingCosts:
+        return TrainingCosts(prices=self.prices, usages=())
 
     def change_job(self, job_id: str, what: str) -> None:
         assert what == "cancel"

@@ -17,6 +17,7 @@ from fastapi import APIRouter, Path as PathParameter, Query
 
 from paceline import __version__
 from paceline.api.flow_starter import PrefectStarter
+from paceline.api.jobs import require_code_ref
 from paceline.config import (
     DEFAULT_S3,
     HubSettings,
@@ -45,7 +46,7 @@ from paceline.errors import (
     SourceMissing,
     short_repr,
 )
-from paceline.jobs import JobTable, Sweep, flow_runs
+from paceline.jobs import JobTable, Sweep, flow_runs, require_prices
 from paceline.relay import allowed_source
 from paceline.schemas import (
     APPROVAL,
@@ -389,7 +390,10 @@ def _require_allowed(call: StartFlow, profile: Profile, allow: Callable[[str], o
     reading, settings = _object(call, "reading"), _object(call, "settings")
     with_job_settings(profile, settings)
     if call.flow == "sweep":
-        Sweep.of({**_object(call, "search"), **call.parameters, "search": None}).check(profile)
+        asked = Sweep.of({**_object(call, "search"), **call.parameters, "search": None})
+        asked.check(profile)
+        require_code_ref(asked.code_ref, profile)
+        require_prices(asked.budget, profile.prices)
     features = reading.get("features") or []
     named = [call.parameters.get(each) for each in SOURCES]
     named.append(call.parameters.get("evaluate_on") or None)  # "": the result is not judged

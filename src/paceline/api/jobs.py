@@ -17,7 +17,7 @@ from fastapi import APIRouter, Header
 from paceline.api.flow_starter import PrefectStarter
 from paceline.api.job_views import JobId, ShownJob, add_reading
 from paceline.api.routes import COSTS, JOBS
-from paceline.config import PriceSettings, Profile, Runtime, with_job_settings
+from paceline.config import Profile, Runtime, with_job_settings
 from paceline.coordinator import (
     Coordinator,
     current_call,
@@ -47,6 +47,7 @@ from paceline.jobs import (
     hosts_of,
     require_open,
     require_permitted,
+    require_prices,
     training_costs,
 )
 from paceline.relay import allowed_source, fetch_allowed_manifest
@@ -174,7 +175,7 @@ def _add_changing(
         """Put a paused job into the queue again; it goes on from its newest checkpoint. A repeat
         changes nothing. A new budget counts for a job that waits or runs, too."""
         budget = None if call is None else call.budget
-        _require_prices(budget, prices)
+        require_prices(budget, prices)
         paused = table.job(job_id)
         if paused.kind and paused.state is JobState.PAUSED:
             # It goes on with the kind of accelerator that made its checkpoint. This may ask Slurm,
@@ -277,17 +278,6 @@ def _with_budget(job: TrainingJob, budget: float) -> TrainingJob:
     return job.model_copy(update={"spec": spec, "budget_warned": False})
 
 
-def _require_prices(budget: float | None, prices: PriceSettings) -> None:
-    """Raise InvalidInput for a budget that could not be counted."""
-    if budget and not prices.per_hour:
-        raise InvalidInput(
-            "a budget needs prices",
-            got=f"{budget:g} {prices.currency}",
-            wanted="prices.per_hour in the installation's profile",
-            where="budget",
-        )
-
-
 def _estimate(
     spec: SubmitJob, runtime: Runtime, table: JobTable, coordinator: Coordinator
 ) -> CostEstimate | None:
@@ -330,10 +320,7 @@ def _require_possible(job: TrainingJob, runtime: Runtime, coordinator: Coordinat
     spec, profile = job.spec, runtime.profile
     with_job_settings(profile, spec.settings)
     _require_priority_and_budget(spec, profile)
-    if spec.code_ref:
-        from paceline.training.user_code import parse, require_allowed
-
-        require_allowed(parse(spec.code_ref), profile.security.code_sources)
+    require_code_ref(spec.code_ref, profile)
     if not spec.data_snapshot.startswith("s3://"):
         raise InvalidInput(
             "a job names its snapshot by URL",
@@ -361,9 +348,18 @@ def _require_possible(job: TrainingJob, runtime: Runtime, coordinator: Coordinat
         raise InvalidInput("not a training's id", got=continued, wanted="job-…")
 
 
+def require_code_ref(code_ref: str, profile: Profile) -> None:
+    """Raise AccessDenied for a training's own code that the profile does not allow, InvalidInput
+    for a reference that is not pinned; "" is none."""
+    if code_ref:
+        from paceline.training.user_code import parse, require_allowed
+
+        require_allowed(parse(code_ref), profile.security.code_sources)
+
+
 def _require_priority_and_budget(spec: SubmitJob, profile: Profile) -> None:
     """Raise for a budget that cannot be counted, and a priority that its team may not have."""
-    _require_prices(spec.budget, profile.prices)
+    require_prices(spec.budget, profile.prices)
     quotas = profile.jobs.quotas
     most = quotas[spec.team].max_priority if spec.team in quotas else 0
     if quotas and spec.priority > most:

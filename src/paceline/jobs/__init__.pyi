@@ -80,5 +80,6 @@ from .usage import (
     budget_reason as budget_reason,
     flow_runs as flow_runs,
     recorded as recorded,
+    require_prices as require_prices,
     used as used,
 )

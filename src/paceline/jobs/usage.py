@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from paceline.config import PriceSettings
+from paceline.errors import InvalidInput
 from paceline.jobs.cost import HOUR_S, held_energy, held_price, money
 from paceline.jobs.placement import Host
 from paceline.schemas import (
@@ -222,6 +223,23 @@ def used(
     return sum(seconds for _, seconds in held) / HOUR_S, total(held_energy), total(held_price)
 
 
+def require_prices(budget: float | None, prices: PriceSettings) -> None:
+    """Raise InvalidInput for a budget that could not be counted."""
+    if budget and not prices.per_hour:
+        raise InvalidInput(
+            "a budget needs prices",
+            got=f"{budget:g} {prices.currency}",
+            wanted="prices.per_hour in the installation's profile",
+            where="budget",
+        )
+
+
+def uncounted(job: TrainingJob) -> str:
+    """Return why no budget is counted by a job whose cost is not known."""
+    kinds = ", ".join(sorted({kind for each in job.usage for kind in each.accelerators}))
+    return f"the budget cannot be counted: no price in [prices] per_hour for {kinds}"
+
+
 def budget_reason(job: TrainingJob, prices: PriceSettings, now: float) -> tuple[bool, str]:
     """Return whether the job's budget is spent, and what to note of it; "": nothing."""
     budget = job.spec.budget
@@ -229,8 +247,7 @@ def budget_reason(job: TrainingJob, prices: PriceSettings, now: float) -> tuple[
         return False, ""
     _, _, cost = used(job, prices, now)
     if cost is None:
-        kinds = ", ".join(sorted({kind for each in job.usage for kind in each.accelerators}))
-        return False, f"the budget cannot be counted: no price in [prices] per_hour for {kinds}"
+        return False, uncounted(job)
     if cost < WARN_SHARE * budget:
         return False, ""
     figures = f"{money(cost)} of {money(budget)} {prices.currency}"

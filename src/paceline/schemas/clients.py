@@ -75,6 +75,8 @@ FLOW_PARAMETERS: dict[str, frozenset[str]] = {
             "project",
             "purpose",
             "priority",
+            "code_ref",
+            "budget",
         ]
     ),
 }

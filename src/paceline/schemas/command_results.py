@@ -380,6 +380,8 @@ class SweepShown(Record):
     best: SweepTrial | None
     importance: dict[str, float] = {}  # of each parameter, together 1; {}: too few trials
     reproduce: str = ""  # the command that trains the best again
+    # why fewer trials than wanted have begun; "": none is missing
+    stopped: str = Field(default="", exclude_if=is_empty)
 
 
 class SweepStarted(Record):

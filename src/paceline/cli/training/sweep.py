@@ -75,9 +75,9 @@ def sweep() -> None:
     cls=Sections,
     sections={
         "Search": "space trials parallel sampler pruner seed metric maximize storage",
-        "Each training": "snapshot_url steps overrides",
+        "Each training": "snapshot_url code_ref steps overrides",
         "Gang": "ranks ranks_per_node accelerator memory_bytes capacity within node_labels",
-        "Queue": "team project purpose priority queue time_limit_s cancel_jobs detach",
+        "Queue": "team project purpose priority budget queue time_limit_s cancel_jobs detach",
     },
 )
 @click.argument("name")
@@ -100,6 +100,7 @@ def sweep() -> None:
 )
 @click.option("--maximize", is_flag=True, help="Search the highest; else the lowest.")
 @gang_options
+@click.option("--code-ref", default="", help="A pinned function of security.code_sources.")
 @click.option("--steps", type=click.IntRange(min=1), help="Of each training.")
 @settings_option
 @team_option
@@ -107,6 +108,8 @@ def sweep() -> None:
 @purpose_option
 @click.option("--priority", type=click.IntRange(-100, 100), default=0, show_default=True,
               help="Of each job in the queue; the highest starts first.")  # fmt: skip
+@click.option("--budget", type=click.FloatRange(min=0),
+              help="Start no other trial when all together have cost this.")  # fmt: skip
 @click.option("--cancel-jobs", is_flag=True, help="Ctrl-C cancels the jobs; else they go on.")
 @click.option("--detach", is_flag=True, help="The installation runs it; do not wait.")
 @storage_option
@@ -237,6 +240,8 @@ def _show(found: SweepShown, as_json: bool) -> None:
     )
     if found.left_out:
         notice(f"{found.left_out} more trials, which are worse, are left out")
+    if found.stopped:
+        notice(f"no other trial starts: {found.stopped}")
     if found.best is None:
         notice("no trial is complete")
         return

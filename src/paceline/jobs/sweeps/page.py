@@ -19,12 +19,13 @@ pre{white-space:pre-wrap;overflow-wrap:anywhere}"""
 def page_of(found: SweepShown) -> str:
     """Return the page: parallel coordinates, importance of the parameters, and every trial."""
     goal = "highest" if found.maximize else "lowest"
+    stopped = f" No other trial starts: {escape(found.stopped)}." if found.stopped else ""
     best = f"best: trial {found.best.number}" if found.best else "no trial is complete"
     return (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         f"<title>Sweep {escape(found.name)}</title><style>{STYLE}</style></head><body>"
         f"<h1>Sweep {escape(found.name)}</h1>"
-        f"<p>{len(found.trials)} trials, {goal} {escape(found.metric)}; {best}.</p>"
+        f"<p>{len(found.trials)} trials, {goal} {escape(found.metric)}; {best}.{stopped}</p>"
         f"<h2>Parallel coordinates</h2>{_coordinates(found)}"
         f"<h2>Importance of the parameters</h2>{_importance(found.importance)}"
         f"<h2>Trials</h2>{_table(found)}"

@@ -12,7 +12,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from paceline.config import Profile, with_job_settings
 from paceline.errors import InvalidInput, InvalidProfile, SourceMissing, short_repr
-from paceline.schemas import ModelId, Name, Record, Resources, Team, Text
+from paceline.schemas import Budget, ModelId, Name, Record, Resources, Team, Text
+from paceline.schemas.base import Url, is_empty
 
 MAX_BYTES = 64 * 1024
 WANTED = '[space."training.…"] with kind float or int (low, high, log) or categorical (choices)'
@@ -119,8 +120,11 @@ class Sweep(Search):
     team: Team | Literal[""] = ""
     project: Text = Field(default="", max_length=100)  # "": sweep-NAME
     # what the data are used for; "": the profile's data.purpose
-    purpose: Name | Literal[""] = Field(default="", exclude_if=lambda value: not value)
+    purpose: Name | Literal[""] = Field(default="", exclude_if=is_empty)
     priority: int = Field(default=0, ge=-100, le=100)
+    # of each training, as SubmitJob's
+    code_ref: Url = Field(default="", max_length=1000, exclude_if=is_empty)
+    budget: Budget | None = None  # of all trials together; None and 0: none
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> Self:
@@ -152,7 +156,7 @@ class Sweep(Search):
     @property
     def identity(self) -> dict[str, Any]:
         """Return what must not change when the sweep goes on: else trials do not compare."""
-        changing = {"name", "trials", "parallel", "sampler", "pruner", "seed"}
+        changing = {"name", "trials", "parallel", "sampler", "pruner", "seed", "budget"}
         made: dict[str, Any] = json.loads(self.model_dump_json(exclude=changing))
         return made
 

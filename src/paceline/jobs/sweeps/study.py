@@ -242,6 +242,7 @@ def shown(study: Study) -> SweepShown:
         metric=spec["metric"], maximize=spec["maximize"],
         importance=shares if all(map(math.isfinite, shares.values())) else {},
         reproduce=_command(name, spec, best) if best else "",
+        stopped=study.user_attrs.get("stopped", ""),
     )  # fmt: skip
 
 
@@ -255,7 +256,7 @@ def _command(name: str, spec: Mapping[str, Any], best: SweepTrial) -> str:
     words += [
         w for pair in given.pop("node_labels", {}).items() for w in ("--label", "=".join(pair))
     ]
-    given |= {key: spec.get(key) for key in ("team", "project", "purpose", "priority")}
+    given |= {key: spec.get(key) for key in ("code_ref", "team", "project", "purpose", "priority")}
     for key, value in given.items():
         if value:
             words += [f"--{key.replace('_', '-')}", str(value)]

@@ -14,8 +14,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from paceline.client import AWAY_S, Client, retry, runtime_of
-from paceline.errors import Cancelled, Conflict, InvalidProfile, PacelineError
+from paceline.errors import Cancelled, Conflict, InvalidProfile, NotFound, PacelineError
 from paceline.extras import require_extras
+from paceline.jobs.cost import money
 from paceline.jobs.sweeps.search_space import Sweep
 from paceline.jobs.sweeps.study import (
     LOOK_S,
@@ -26,6 +27,7 @@ from paceline.jobs.sweeps.study import (
     set_strategy,
     shown,
 )
+from paceline.jobs.usage import require_prices, uncounted
 from paceline.schemas import JobState, SweepShown
 
 if TYPE_CHECKING:
@@ -61,6 +63,8 @@ def run_sweep(
     """
     require_extras("sweeps")
     sweep.check(runtime_of(client).profile)
+    if sweep.budget:  # a login's profile has no prices
+        require_prices(sweep.budget, client.coordinator.training_costs().prices)
     with opened(storage, sweep.name, sweep.identity) as study, held(study, sleep) as renew:
         if run_id and not study.user_attrs.get("run_id"):
             study.set_user_attr("run_id", run_id)
@@ -92,6 +96,9 @@ class _Loop:
         self._running: list[Trial] = []
         self._run_id = study.user_attrs.get("run_id", "")
         self._resources = sweep.resources.model_dump(exclude_defaults=True)
+        self._spent: dict[str, float] = {}  # of each job that has ended
+        self._currency = self._stopped = ""
+        study.set_user_attr("stopped", "")
         from optuna.trial import Trial, TrialState
 
         self._left = [
@@ -103,8 +110,9 @@ class _Loop:
         """Begin the trials that may run now; return whether none does."""
         while self._left:
             self._begin(self._left.pop(0))
-        while len(self._running) < self._sweep.parallel and self._needs_trials():
-            self._begin(self._study.ask())
+        if self._has_room() and not self._is_stopped():
+            while self._has_room():
+                self._begin(self._study.ask())
         return not self._running
 
     def look(self) -> bool:
@@ -125,10 +133,42 @@ class _Loop:
             else:
                 self._end(trial, "FAIL", reason=STOPPED)
 
-    def _needs_trials(self) -> bool:
+    def _has_room(self) -> bool:
+        if len(self._running) >= self._sweep.parallel:
+            return False
         trials = self._study.get_trials(deepcopy=False)
         counted = [each for each in trials if each.user_attrs.get("reason") != STOPPED]
         return len(counted) < self._sweep.trials
+
+    def _is_stopped(self) -> bool:
+        """Return whether no other trial may begin, and keep why with the study."""
+        if self._sweep.budget and not self._stopped and (why := self._budget_reason()):
+            self._stopped = why
+            self._study.set_user_attr("stopped", why)
+            self._on_line(f"{self._sweep.name}: no other trial starts: {why}")
+        return bool(self._stopped)
+
+    def _budget_reason(self) -> str:
+        """Return why the trials' cost forbids another one; "" where the budget is not spent."""
+        total = 0.0
+        for trial in self._study.get_trials(deepcopy=False):
+            job_id = trial.user_attrs.get("job_id")
+            if job_id is None or job_id in self._spent:
+                total += self._spent.get(job_id or "", 0.0)
+                continue
+            try:
+                view = retry(partial(self._client.job_view, job_id), AWAY_S, self._on_line)
+            except NotFound:  # a job that ended long ago is deleted
+                continue
+            if view.spent is None and view.job.usage:
+                return uncounted(view.job)
+            total, self._currency = total + (view.spent or 0.0), view.currency
+            if view.job.state.is_final:
+                self._spent[job_id] = view.spent or 0.0
+        budget = self._sweep.budget or 0.0
+        if total < budget:
+            return ""
+        return f"the budget is spent: {money(total)} of {money(budget)} {self._currency}"
 
     def _begin(self, trial: Trial) -> None:
         """Follow the trial's job, which is submitted unless it was before."""
@@ -141,7 +181,7 @@ class _Loop:
                 resources=self._resources, key=f"sweep:{sweep.name}:trial-{trial.number}",
                 parameters={**sweep.settings, **values}, name=title, team=sweep.team,
                 project=sweep.project or f"sweep-{sweep.name}", priority=sweep.priority,
-                purpose=sweep.purpose, sweep=self._run_id,
+                purpose=sweep.purpose, sweep=self._run_id, code_ref=sweep.code_ref,
             )  # fmt: skip
             try:
                 job_id = retry(submit, AWAY_S, self._on_line).job_id
