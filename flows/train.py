@@ -166,6 +166,7 @@ def train_model(
             require_one_process(run, run.manifest(base_url))
         require_base(run, profile, model_id, version, snapshot_url)
         nest(run, link.sweep)
+        valid = validate_data(run, snapshot)  # before nodes are requested, or the base is relayed
         if run.runtime.profile.cluster.per_job:
             link.admitted()  # no node is here before
         if link.hosts:
@@ -175,13 +176,12 @@ def train_model(
             )
             link.relayed(made.relay)
         manifest = distribute.fetch_model_manifest(run, published_url(run, model_id, version))
-        agents = distribute.start_agents.submit(run, link.hosts or None)  # meanwhile
-        valid = validate_data(run, snapshot)
+        nodes = distribute.start_agents(run, link.hosts or None)
         trained = train(
             run,
             manifest,
             valid,
-            agents.result(),
+            nodes,
             given,
             labels=labels,
             continue_from=continue_from,

@@ -19,12 +19,15 @@ from paceline.data import (
     ValidationReport,
     build_snapshot,
     drift_of,
+    expectations_text,
     load_snapshot,
     require_expectations,
     require_valid,
     template_files,
     validate_snapshot,
+    validation_inputs,
     validation_page,
+    validation_url,
 )
 from paceline.errors import DataRejected, InvalidInput, PacelineError
 from paceline.jobs import require_permitted
@@ -50,7 +53,6 @@ EXAM = {
 NOTED_DRIFT = 0.1  # of a column
 MOST_COMPARED = 60  # columns: a record of the ledger is at most 64 KiB
 MOST_RECORDED = 50  # shards in quarantine, of the same record
-MAX_EXPECTATIONS_BYTES = 64 * 1024
 MAX_PAGE_BYTES = 16 * 1024 * 1024
 VALIDATION_PAGE = "data-validation.html"  # in MLflow
 SKIPPED_NAMED = 5  # samples left out, in the summary; the record lists a hundred
@@ -134,9 +136,8 @@ def validate_data(run: Run, snapshot: dict[str, Any]) -> dict[str, Any]:
     Raises DataRejected naming the failed expectations.
     """
 
-    expectations = own_expectations_text(run)
-    inputs = {"snapshot": snapshot["digest"]}
-    inputs |= {"expectations": digest_of(expectations)} if expectations else {}
+    expectations = expectations_text(run.runtime.profile.data.expectations, run.store)
+    inputs = validation_inputs(snapshot["digest"], expectations)
 
     def work() -> dict[str, Any]:
         loaded = load_snapshot(snapshot["url"], run.store)
@@ -200,7 +201,7 @@ def _keep(
     refused: str = "",
 ) -> tuple[str, str]:
     """Store the report and its page in the installation's bucket; return their URLs."""
-    url = f"{run.runtime.records_url}/validation/{digest_of(inputs)}"
+    url = validation_url(run.runtime.records_url, inputs)
     page = validation_page(snapshot, report, drift, refused)
     run.store.put_bytes(f"{url}.json", canonical_json(report.to_dict()))
     run.store.put_bytes(f"{url}.html", page.encode())
@@ -214,28 +215,10 @@ def _show(run: Run, page: str) -> None:
     artifacts.link("data docs", shown, "Checks, columns and drift of the data snapshot")
 
 
-def own_expectations_text(run: Run) -> str:
-    """Return the YAML that ``data.expectations`` is or names; "" where there is none."""
-    named = run.runtime.profile.data.expectations
-    if named.startswith("s3://"):
-        return run.store.get_bytes(named, MAX_EXPECTATIONS_BYTES).decode(errors="replace")
-    if not named or ":" in named:
-        return named
-    try:
-        return Path(named).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(
-            "the file of expectations cannot be read",
-            got=f"{named}: {error}"[:300],
-            wanted="a YAML file on the flow's machine, s3://…, or the YAML itself",
-            where="data.expectations",
-        ) from error
-
-
 def require_own_expectations(run: Run, url: str) -> None:
     """Raise InvalidInput where ``data.expectations`` cannot be checked on the snapshot at ``url``;
     reads none of its samples."""
-    if text := own_expectations_text(run):
+    if text := expectations_text(run.runtime.profile.data.expectations, run.store):
         require_expectations(text, load_snapshot(url, run.store))
 
 

@@ -1,4 +1,4 @@
-"""A training that is judged ends with the digest of its report."""
+"""A training that is judged ends with the digest of its report; bad data hold no nodes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.errors import GateRefused
+from paceline.errors import DataRejected, GateRefused
 from paceline.flows import train as train_flow
 from paceline.schemas import Trained
 from tests.evaluation.test_card import trained
@@ -25,12 +25,13 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     runtime = SimpleNamespace(profile=profile)
     run = SimpleNamespace(runtime=runtime, warn=found.append, manifest=lambda *_: None)
     made = Trained(**trained().model_dump(), training_digest="a" * 64)
-    agents = SimpleNamespace(submit=lambda *_: SimpleNamespace(result=list))
     passed: dict[str, Any] = {
         "Run": SimpleNamespace(open=lambda *_: run),
         "recorded": lambda *_: contextlib.nullcontext(),
         "linked": lambda *_: contextlib.nullcontext(link),
-        "distribute": SimpleNamespace(fetch_model_manifest=lambda *_: None, start_agents=agents),
+        "distribute": SimpleNamespace(
+            fetch_model_manifest=lambda *_: None, start_agents=lambda *_: []
+        ),
         "sealed": SimpleNamespace(refer=lambda *_: None),
         "train": lambda *_, **__: made,
     }
@@ -64,3 +65,31 @@ def test_one_that_cannot_be_judged_names_none_and_says_why(
     answer = train_flow.train_model.fn("m", "1", "s3://b/d", evaluate_on="s3://b/d")
     assert answer.report_digest is None
     assert "is not judged: no reason" in notes[0]
+
+
+@pytest.mark.usefixtures("notes")
+@pytest.mark.parametrize("hosts", [(), ("node-0",)], ids=["own nodes of Slurm", "reserved hosts"])
+def test_data_that_are_refused_cost_no_nodes_and_no_relay(
+    monkeypatch: pytest.MonkeyPatch, hosts: tuple[str, ...]
+) -> None:
+    paid: list[str] = []
+    run = train_flow.Run.open(None, None)
+    run.runtime.profile.cluster.per_job = not hosts
+    link = SimpleNamespace(
+        hosts=hosts, user="", sweep=None, admitted=lambda: paid.append("nodes"),
+        relayed=lambda _: None,
+    )  # fmt: skip
+
+    def refuse(*_: Any) -> None:
+        raise DataRejected("the snapshot failed its validation")
+
+    def relay(*_: Any, **__: Any) -> Any:
+        paid.append("relay")
+        return SimpleNamespace(relay=None)
+
+    monkeypatch.setattr(train_flow, "linked", lambda *_: contextlib.nullcontext(link))
+    monkeypatch.setattr(train_flow, "distribute_model", relay)
+    monkeypatch.setattr(train_flow, "validate_data", refuse)
+    with pytest.raises(DataRejected):
+        train_flow.train_model.fn("m", "1", "s3://b/d")
+    assert paid == []

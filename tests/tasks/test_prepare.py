@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.config import DataSettings, Profile
-from paceline.data import ValidationReport
+from paceline.data import ValidationReport, expectations_text
 from paceline.errors import DataRejected, InvalidInput
 from paceline.schemas import StageRecord, digest_of
 from paceline.storage import DiskStore
@@ -145,14 +145,9 @@ def test_the_page_of_a_validation_is_stored_and_linked_with_run_and_job(
 
 
 def test_expectations_are_a_file_or_the_yaml_itself(tmp_path: Path) -> None:
-    run = run_of(Bucket())
     file = tmp_path / "own.yaml"
     file.write_text("all: []\n")
     for named, text in ((str(file), "all: []\n"), ("all: []", "all: []"), ("", "")):
-        profile = Profile.model_validate({"data": {"expectations": named}})
-        run.runtime = run.runtime.model_copy(update={"profile": profile})
-        assert prepare.own_expectations_text(run) == text
-    profile = Profile.model_validate({"data": {"expectations": str(tmp_path / "gone.yaml")}})
-    run.runtime = run.runtime.model_copy(update={"profile": profile})
+        assert expectations_text(named, DiskStore()) == text
     with pytest.raises(InvalidInput, match=r"cannot be read.*data\.expectations"):
-        prepare.own_expectations_text(run)
+        expectations_text(str(tmp_path / "gone.yaml"), DiskStore())

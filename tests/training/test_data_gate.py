@@ -120,8 +120,9 @@ def test_a_purpose_revoked_while_a_flow_waits_refuses_it_at_once(
     run = Run(served.runtime, RUN)
     run.__dict__ |= {"coordinator": owner, "store": camp.store, "manifest": lambda *_: None}
     busy = []
-    started = SimpleNamespace(submit=lambda *_: SimpleNamespace(result=lambda: ["node-0"]))
-    distribute = SimpleNamespace(fetch_model_manifest=lambda *_: None, start_agents=started)
+    distribute = SimpleNamespace(
+        fetch_model_manifest=lambda *_: None, start_agents=lambda *_: ["node-0"]
+    )
     passed = {
         "Run": SimpleNamespace(open=lambda *_: run),
         "recorded": lambda *_: contextlib.nullcontext(),

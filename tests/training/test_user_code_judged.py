@@ -451,7 +451,7 @@ def test_a_job_that_is_to_be_judged_finds_out_before_a_node_is_busy(
     monkeypatch.setattr(train_flow.Run, "open", lambda *_: run)
     monkeypatch.setattr(train_flow, "recorded", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(train_flow, "linked", lambda *_: contextlib.nullcontext(link))
-    for each in ("permitted_snapshot", "require_own_expectations", "nest"):
+    for each in ("permitted_snapshot", "require_own_expectations", "nest", "validate_data"):
         monkeypatch.setattr(train_flow, each, lambda *_: None)
     monkeypatch.setattr(train_flow, "distribute_model", busy)
     asked = ("acme/own", "1", camp.snapshot.url)

@@ -7,6 +7,7 @@ lifecycle) ask for admission here, too, so that one place decides.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from itertools import takewhile
@@ -31,6 +32,7 @@ from paceline.errors import (
     Conflict,
     InvalidInput,
     NotFound,
+    PacelineError,
     PermanentError,
     SourceMissing,
     short_repr,
@@ -422,12 +424,13 @@ def _require_snapshot(
     spec: SubmitJob, runtime: Runtime, coordinator: Coordinator
 ) -> Snapshot | None:
     """Raise SourceMissing for a snapshot that is not there, AccessDenied or InvalidSnapshot for one
-    that may not be used so, InvalidInput for one that cannot judge; return that of the training.
-    Where its package is not installed the flow checks it (None)."""
+    that may not be used so, InvalidInput for one that cannot judge, DataRejected for one that a
+    validation has refused; return that of the training. Where its package is not installed the flow
+    checks it (None)."""
     from paceline.storage import ObjectStore
 
     try:
-        from paceline.data import load_snapshot
+        from paceline.data import expectations_text, load_snapshot, require_not_refused
     except ImportError:
         return None
     data, store = runtime.profile.data, ObjectStore.from_runtime(runtime)
@@ -455,4 +458,8 @@ def _require_snapshot(
                 wanted="a snapshot with a held-out split",
                 do="Build one with data.held_out_share above 0, or leave out the evaluation.",
             )
+    own = ""  # without them a refusal counts, too
+    with contextlib.suppress(PacelineError):  # a file that only the flow's machine has
+        own = expectations_text(data.expectations, store)
+    require_not_refused(found[0].digest, own, runtime.records_url, store)
     return found[0]

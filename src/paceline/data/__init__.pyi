@@ -13,6 +13,7 @@ from .child_process import (
     how_ended as how_ended,
     serve as serve,
 )
+from .expectations import expectations_text as expectations_text
 from .loading.batch import Batch as Batch
 from .loading.shards import (
     WHITE_SPACE as WHITE_SPACE,
@@ -54,7 +55,10 @@ from .validation import (
     drift_of as drift_of,
     read_table as read_table,
     require_expectations as require_expectations,
+    require_not_refused as require_not_refused,
     require_valid as require_valid,
     validate_snapshot as validate_snapshot,
+    validation_inputs as validation_inputs,
+    validation_url as validation_url,
 )
 from .validation_page import validation_page as validation_page

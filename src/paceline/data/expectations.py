@@ -12,14 +12,37 @@ Conditions on rows are refused: pandas evaluates them as code, and the file may 
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from paceline.data.snapshot import Snapshot
 from paceline.errors import InvalidInput
+from paceline.storage import ObjectStore
 
 KINDS = ("all", "text", "conversations", "pairs")
 COLUMN_ARGUMENTS = ("column", "column_A", "column_B", "column_list", "column_set")
 CODE = ("row_condition", "condition_parser")
+MAX_BYTES = 64 * 1024
+
+
+def expectations_text(named: str, store: ObjectStore) -> str:
+    """Return the YAML that ``named`` (``data.expectations``) is or names; "" where there is none.
+
+    Raises InvalidInput for a file that this machine does not have.
+    """
+    if named.startswith("s3://"):
+        return store.get_bytes(named, MAX_BYTES).decode(errors="replace")
+    if not named or ":" in named:
+        return named
+    try:
+        return Path(named).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(
+            "the file of expectations cannot be read",
+            got=f"{named}: {error}"[:300],
+            wanted="a YAML file on the flow's machine, s3://…, or the YAML itself",
+            where="data.expectations",
+        ) from error
 
 
 def kind_of(snapshot: Snapshot) -> str:

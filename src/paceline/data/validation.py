@@ -7,10 +7,12 @@ rest unless too much of the data is bad. Defines the checks; callers act on the 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,8 @@ from paceline.data.expectations import own_expectations
 from paceline.data.formats import MAX_SAMPLE_BYTES, Array, ShardSamples, length_of
 from paceline.data.loading import ShardCache
 from paceline.data.snapshot import Shard, Snapshot, assign_splits, in_held_out
-from paceline.errors import CorruptData, DataRejected
+from paceline.errors import CorruptData, DataRejected, PacelineError
+from paceline.schemas import digest_of
 from paceline.storage import ObjectStore
 
 log = logging.getLogger(__name__)
@@ -115,6 +118,40 @@ def require_valid(report: ValidationReport) -> ValidationReport:
             do="Fix the source and build the snapshot again.",
         )
     return report
+
+
+def validation_inputs(snapshot_digest: str, expectations: str) -> dict[str, str]:
+    """Return what decides a validation, by digest: the snapshot, and the YAML of one's own."""
+    own = {"expectations": digest_of(expectations)} if expectations else {}
+    return {"snapshot": snapshot_digest} | own
+
+
+def validation_url(records_url: str, inputs: Mapping[str, str]) -> str:
+    """Return where the report (.json) and the page (.html) of the validation of ``inputs`` lie."""
+    return f"{records_url}/validation/{digest_of(inputs)}"
+
+
+def require_not_refused(
+    snapshot_digest: str, expectations: str, records_url: str, store: ObjectStore
+) -> None:
+    """Raise DataRejected, naming the failed checks, where a validation has refused the snapshot.
+
+    A refusal with shards in quarantine does not count: they may be stored again under the same
+    digest. Nor does a drift, which depends on other snapshots, and a report that cannot be read.
+    """
+    url = validation_url(records_url, validation_inputs(snapshot_digest, expectations))
+    try:
+        known = ValidationReport(**json.loads(store.get_bytes(f"{url}.json")))
+    except (PacelineError, ValueError, TypeError):  # none yet, or of another version
+        return
+    if not known.passed and not known.quarantined:
+        raise DataRejected(
+            "this data snapshot has failed its validation",
+            got="; ".join(known.failures),
+            wanted="a snapshot that passes",
+            where=f"{url}.html",
+            do="Fix the source and build the snapshot again.",
+        )
 
 
 def require_expectations(text: str, snapshot: Snapshot) -> dict[str, Any]:
