@@ -113,6 +113,7 @@ class JobLink:
         self._ranks: dict[int, JobRank] = {}
         self._failures: dict[str, Counter[str]] = defaultdict(Counter)  # host → kind → times
         self._checkpoints: list[JobCheckpoint] = []
+        self._passed_over: set[str] = set()  # shards, and samples as shard#row
         self._over, self._news = threading.Event(), threading.Event()
         self.superseded = threading.Event()  # the job goes on in another flow run, or has ended
         self.preempted = threading.Event()  # an adopted job is to leave its hosts and wait again
@@ -217,6 +218,7 @@ class JobLink:
     def take(self, event: RankEvent, steps: int) -> None:
         """Take in an event of the ranks; never waits for a server."""
         now = time.time()
+        data: dict[str, Any] = event.data
         if event.event == "lost":
             self._take_loss(str(event.data["worker_id"]), str(event.data["kind"]))
             return
@@ -234,6 +236,9 @@ class JobLink:
                     {"rank": event.rank, "host": host, "state": state, "last_heartbeat": now}
                 )
             self._facts["attempt"] = event.attempt
+            if bad := data.get("quarantined_shards"):  # of any rank; several may name one
+                self._passed_over.update(bad)
+                self._facts["quarantined"] = len(self._passed_over)
             if event.rank == 0:
                 self._times.take(event, time.monotonic())
             if event.rank == 0 and event.event == "step":

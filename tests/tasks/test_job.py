@@ -315,3 +315,14 @@ def test_the_queue_starts_a_flow_again_whose_prefect_server_is_busy(
     kind, _ = raised(last.error)
     assert last.outcome == "failed"
     assert (kind is not None and issubclass(kind, TemporaryError)) is passes, last.error
+
+
+def test_data_passed_over_are_counted_while_it_trains() -> None:
+    coordinator = Coordinator("mine")
+    with linked(run_of(coordinator), SPEC, JOB_ID) as link:
+        for rank, bad in ((0, ["a", "b#7"]), (1, ["a"]), (1, [])):  # each rank names what it met
+            data = {"quarantined_shards": bad} if bad else {}
+            link.take(RankEvent(event="step", rank=rank, attempt=1, step=1, data=data), 20)
+        counted = lambda: 2 in [each.quarantined for each in coordinator.reports]  # noqa: E731
+        wait_until(counted, 10, "the count is reported")
+    assert coordinator.reports[-1].quarantined == 2
