@@ -18,6 +18,7 @@ from paceline.coordinator import Caller, current_call
 from paceline.coordinator.callers import Call
 from paceline.errors import AccessDenied, Conflict, InvalidInput, NotFound
 from paceline.jobs import JobTable, changed
+from paceline.jobs.states import warned
 from paceline.schemas import (
     Accelerator,
     AdoptJob,
@@ -264,3 +265,14 @@ def test_a_job_is_not_resumed_where_its_kind_of_accelerator_is_gone(routes: Rout
     assert routes.table.job(job_id).state is S.PAUSED
     routes.coordinator.kind = "NVIDIA H100"
     assert routes.of["resume_job"](job_id).job.state is S.QUEUED
+
+
+def test_changes_of_a_job_that_are_not_kept_are_counted(routes: Routes) -> None:
+    job_id, most = routes.paused("NVIDIA A100"), 100
+    assert [each.earlier for each in routes.of["get_job_events"](job_id)] == [0] * 3
+    for state in [S.QUEUED, S.PAUSED] * most:
+        routes.table.change(job_id, lambda job: changed(job, state, 3.0, f"now {state}"))  # noqa: B023
+    routes.table.change(job_id, lambda job: warned(job, "80% of the budget is spent", 4.0))
+    events = routes.of["get_job_events"](job_id)
+    assert len(events) == most
+    assert [each.earlier for each in events] == [3 + 2 * most + 1 - most, *[0] * (most - 1)]

@@ -155,6 +155,9 @@ def test_what_a_job_has_and_costs_and_its_twin_are_shown(served: Served) -> None
     assert [each["job_id"] for each in (*newest["jobs"], *older["jobs"])] == [twin, first]
     done = paceline("jobs", "list", "--name", "twins", "--limit", "1", "--state", state)
     assert "1 more: --limit, --offset" in done.stderr
+    for what in ("pause", "resume") * 51:
+        client.change_job(twin, what)
+    assert "\n  3 earlier changes: " in paceline("jobs", "show", twin, "--state", state).stdout
     end_all(client)
 
 

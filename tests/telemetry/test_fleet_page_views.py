@@ -401,12 +401,14 @@ def reporting(client: CoordinatorClient, *job_ids: str) -> AbstractContextManage
     return every(3, report)
 
 
-OF_SLURM = """
+OF_ANOTHER = """
 const own = window.fetch, held = {engine: "slurm", id: "12", state: "PENDING",
   reason: "QOSMaxCpuPerUserLimit"};
 window.fetch = async (...call) => {
   const answer = await own(...call), body = await answer.clone().json().catch(() => null);
-  return body?.job ? Response.json({...body, job: {...body.job, allocation: held}}) : answer;
+  if (!body?.job) return answer;
+  const [first, ...others] = body.job.history, history = [{...first, earlier: 104}, ...others];
+  return Response.json({...body, job: {...body.job, allocation: held, history}});
 };
 """  # what this installation does not have
 
@@ -472,9 +474,10 @@ def test_a_job_is_followed_and_paused_in_its_page(platform: Served, services: Se
             assert DIGEST not in shown
             assert "2.123456789" not in shown
             fits(browser, "fleet-job")
-            browser.execute_script(OF_SLURM)
+            browser.execute_script(OF_ANOTHER)
             see(browser, "//*[@id='job-head']//dt[text()='Slurm']")
             assert "Slurm\n12, PENDING, QOSMaxCpuPerUserLimit\n" in text(browser, "#job-head")
+            assert "104 earlier changes" in text(browser, "#job-more")
             services.lines.append(HOSTILE)
             run(client, job, 143, HOSTILE)
             see(browser, "//*[@id='job-log'][contains(., '<img')]")

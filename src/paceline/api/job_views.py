@@ -142,7 +142,8 @@ def add_reading(
 
     @router.get(f"{JOBS}/{{job_id}}/events")
     def get_job_events(job_id: JobId) -> list[JobChange]:
-        """Return the changes of the job's state, oldest first."""
+        """Return the last 100 changes of the job's state, oldest first; ``earlier`` of the first is
+        the number of those before it, which the audit history has (`job.state_changed`)."""
         return list(job_of_caller(job_id).history)
 
     @router.get(f"{JOBS}/{{job_id}}/logs")

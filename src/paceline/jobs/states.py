@@ -60,7 +60,7 @@ def changed(
         "state": state,
         "reason": reason[:500],
         "updated_at": at,
-        "history": (*job.history, change)[-KEPT_CHANGES:],
+        "history": _history(job, change),
     }
     if not state.holds_hosts:
         update["placement"] = None
@@ -123,6 +123,13 @@ def cause_of(message: str) -> LossCause:
 def warned(job: TrainingJob, why: str, at: float) -> TrainingJob:
     """Return ``job`` with a warning that its budget is nearly spent, or cannot be counted."""
     change = JobChange(state=job.state, at=at, reason=why[:500])
-    history = (*job.history, change)[-KEPT_CHANGES:]
-    update = {"reason": why[:500], "history": history, "budget_warned": True}
+    update = {"reason": why[:500], "history": _history(job, change), "budget_warned": True}
     return job.model_copy(update=update)
+
+
+def _history(job: TrainingJob, change: JobChange) -> tuple[JobChange, ...]:
+    """Return the changes to keep; the first has the number of those that are not."""
+    made = (*job.history, change)
+    kept = made[-KEPT_CHANGES:]
+    earlier = made[0].earlier + len(made) - len(kept)
+    return (kept[0].model_copy(update={"earlier": earlier}), *kept[1:])

@@ -32,7 +32,7 @@ from paceline.schemas.plan import NodeLabels
 
 QUEUED_JOB_ID = r"^tj-[0-9a-f]{12}$"
 MOST_PARAMETER_BYTES = 16 * 1024
-KEPT_CHANGES = 100  # of a job's states
+KEPT_CHANGES = 100  # of a job's states; the oldest one has the number of those before it
 KEPT_USAGES = 100  # of a job's attempts; older ones are added up
 
 # In the currency of the profile's [prices]; None and 0: none.
@@ -207,6 +207,8 @@ class JobChange(Record):
     cause: LossCause = ""  # "": the attempt was not lost
     # that is to be ended in Prefect: it was lost without its end, or is not needed any more
     flow_run_id: Text = Field(default="", max_length=64, exclude_if=is_empty)
+    # changes before the oldest one that is kept; the audit history has them
+    earlier: Count = Field(default=0, exclude_if=is_empty)
 
 
 class JobRank(Record):

@@ -433,6 +433,8 @@ def _lines(view: JobView) -> list[str]:
     if view.same_submission:
         lines.append(f"  same as     {', '.join(view.same_submission)}: they share one training")
     lines += [f"  {name:<11} {url}" for name, url in view.pages.items()]
+    if job.history and (earlier := job.history[0].earlier):
+        lines.append(f"  {earlier} earlier changes: `paceline audit --name job.state_changed`")
     lines += [
         f"  {moment(each.at)}  {each.state}{f': {each.reason}' if each.reason else ''}"
         for each in job.history

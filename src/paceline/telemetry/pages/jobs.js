@@ -123,6 +123,7 @@ function drawJob({job, same_submission, pages, spent, currency, estimate, hours}
     el("h3", "", "History"), el("ol", "events", ...[...job.history].reverse().map(each => el("li", "",
       el("time", "mono", when(each.at)), el("b", "", each.state.replaceAll("_", " ")), each.by ? " by " + each.by : "",
       each.reason ? el("small", "", each.reason) : ""))),
+    job.history[0]?.earlier ? el("p", "quiet", number(job.history[0].earlier) + " earlier changes: paceline audit --name job.state_changed") : "",
     ...(report?.notes.length ? [el("h3", "", "Notes"), el("ul", "", ...report.notes.map(each => el("li", "", short(each))))] : []));
 }
 function actions(job, path) {
