@@ -162,12 +162,14 @@ def fleet_of(served: Served, count: int) -> list[FakeAgent]:
     return agents
 
 
-def confirm(browser: Any, label: str) -> None:
-    """Press the action, with the keyboard alone, and confirm it in the dialog."""
+def confirm(browser: Any, label: str, **typed: str) -> None:
+    """Press the action, with the keyboard alone, fill in fields, and confirm it in the dialog."""
     see(browser, f"//main//button[text()='{label}']").send_keys(Keys.ENTER)
     dialog = see(browser, "//dialog[@open]")
     assert browser.switch_to.active_element.text == "Keep as it is", "a slip of Enter does nothing"
     assert dialog.text.count("\n") >= 2
+    for name, value in typed.items():
+        see(browser, f"//dialog//input[@id='sure-{name}']").send_keys(value, Keys.TAB)
     browser.switch_to.active_element.send_keys(Keys.TAB, Keys.NULL)
     browser.switch_to.active_element.send_keys(Keys.ENTER)
 
@@ -493,8 +495,18 @@ def test_a_job_is_followed_and_paused_in_its_page(platform: Served, services: Se
             for other in client.jobs(team="vision").jobs:  # they would get the nodes first
                 client.change_job(other.job_id, "cancel")
                 client.report_job(other.job_id, JobReport(at=0, outcome="cancelled"))
-            confirm(browser, "Resume")
+            for width in (390, 1280):
+                resize(browser, width)
+                click(browser, "//main//button[text()='Resume']")
+                shown = text(browser, "dialog")
+                assert "not known of 500.00" in shown and "New budget" in shown, shown
+                wide = "return document.querySelector('dialog').scrollWidth <= innerWidth"
+                assert browser.execute_script(wide)
+                click(browser, "//button[@id='sure-no']")
+            confirm(browser, "Resume", budget="750.5")
             see(browser, "//*[@id='job-head']//*[text()='starting']")
+            assert client.job(job.job_id).job.spec.budget == 750.5
+            see(browser, "//*[@id='job-head']//dd[contains(., 'of 750.50')]")
             (resumed,) = (e for e in client.job(job.job_id).job.history if e.reason == "resumed")
             assert resumed.by == "ann"
             choice = "//select[@id='job-attempt'][not(@hidden)]/option"
@@ -507,6 +519,27 @@ def test_a_job_is_followed_and_paused_in_its_page(platform: Served, services: Se
             end(client, job, JobState.CANCELLED, flow_run_id=FLOW[:-1] + "2", outcome="cancelled")
             see(browser, "//*[@id='job-head']//*[text()='cancelled']")
             assert client.job(job.job_id).job.state is JobState.CANCELLED
+
+
+def test_older_jobs_are_on_the_next_page_and_a_project_is_found(platform: Served) -> None:
+    client = platform.client()
+    for number in range(101):
+        adopt(client, name=f"job {number}", project="voices" if number < 100 else "")
+    rows = "//*[@id='job-list']//tbody/tr"
+    with opened(platform, "view=jobs") as browser:
+        see(browser, f"{rows}[100][contains(., 'job 1')]")
+        fits(browser, "fleet-jobs-pages")
+        click(browser, "//*[@id='job-list']//button[text()='Older']")
+        see(browser, "//*[@id='job-list'][contains(., '101 to 101 of 101')]")
+        assert len(browser.find_elements("xpath", rows)) == 1
+        assert "job 0" in text(browser, "#job-list")
+        fits(browser, "fleet-jobs-pages")
+        click(browser, "//*[@id='job-list']//button[text()='Newer']")
+        see(browser, f"{rows}[1][contains(., 'job 100')]")
+        click(browser, "//*[@id='job-list']//button[text()='Older']")
+        see(browser, "//input[@name='project']").send_keys("voices", Keys.TAB)
+        see(browser, f"{rows}[100][contains(., 'job 0')]")
+        assert not browser.find_elements("xpath", "//*[@id='job-list']//button"), "one page"
 
 
 def end(client: CoordinatorClient, job: TrainingJob, state: JobState, **fields: Any) -> None:

@@ -64,9 +64,9 @@ function decisions(name, request, refused, path) {
   const decision = approved => ({evidence_digest: request.evidence_digest, approved});
   const recorded = " The decision is recorded as that of " + session.who.token_name + ".";
   const made = [action("Reject", "Reject the promotion of " + name + "?", "Nothing is published or promoted, and the run ends."
-    + recorded, path, "POST", decision(false), true)];
+    + recorded, path, "POST", decision(false), "reason")];
   if (!refused) made.unshift(action("Approve", "Approve the promotion of " + name + "?",
-    "It goes on by itself: the version is published and becomes champion." + recorded, path, "POST", decision(true), true));
+    "It goes on by itself: the version is published and becomes champion." + recorded, path, "POST", decision(true), "reason"));
   return made;
 }
 function judgement({evaluation: report, gate}) {

@@ -108,24 +108,29 @@ export const may = (...scopes) =>
 export const mayOnJob = job => may("train", "deploy") &&
   ["team", "project"].every(each => [undefined, job.spec[each]].includes(session.who["token_" + each]));
 
-export function action(label, what, consequence, path, method = "POST", body = undefined, reasoned = false) {
-  // A button that asks first, in a dialog that says what follows, and for a reason where the call takes one.
+export function action(label, what, consequence, path, method = "POST", body = undefined, asked = "") {
+  // A button that asks first, in a dialog that says what follows, and for the "reason" or "budget" of the call.
   const button = el("button", "act", label);
   button.type = "button";
   button.dataset.key = label + path + method;
   button.onclick = () => {
-    const sure = $("sure"), yes = $("sure-yes"), reason = $("sure-reason");
+    const sure = $("sure"), yes = $("sure-yes"), field = asked && $("sure-" + asked);
     $("sure-what").textContent = what;
     $("sure-why").textContent = consequence;
     $("sure-error").hidden = true;
-    reason.value = "";
-    reason.parentElement.hidden = !reasoned;
+    for (const each of sure.querySelectorAll("input")) {
+      each.value = "";
+      each.parentElement.hidden = each !== field;
+    }
     yes.textContent = label;
     yes.disabled = false;
     yes.onclick = async () => {
+      if (field && !field.reportValidity()) return; // a budget that is no number
       yes.disabled = true;
+      const given = asked === "reason" ? {...body, reason: field.value.trim()}
+        : asked && field.value ? {...body, [asked]: Number(field.value)} : body;
       try {
-        await api(path, method, reasoned ? {...body, reason: reason.value.trim()} : body);
+        await api(path, method, given);
         sure.close();
         window.dispatchEvent(new Event("acted"));
       } catch (error) {

@@ -6,6 +6,7 @@ const JOBS = "/v1/training-jobs", ENDED = ["needs_review", "succeeded", "failed"
 const LIMIT = 100, LOG_LINES = 400, PAGES = 20; // of jobs in the list, lines that are kept, answers at once
 const PAGE_NAMES = {prefect: "Flow run in Prefect", mlflow: "Run in MLflow", data: "Data in MLflow",
   evaluation: "Evaluation in MLflow"};
+let first = 0, latest = null; // of the list: the job that it begins with, and the newest question
 let log = {id: null, attempt: 0, after: 0, lines: []};
 
 const looks = state => ({needs_review: "stalled", succeeded: "complete"})[state] || state;
@@ -24,17 +25,35 @@ const progress = report => {
 const meter = job => !job.report?.steps ? "" : bar(job.report.step / job.report.steps, progress(job.report));
 
 export async function pollJobs() {
-  const asked = new URLSearchParams({limit: String(LIMIT)});
+  const asked = latest = new URLSearchParams({limit: String(LIMIT), offset: String(first)});
   for (const each of document.querySelectorAll("#job-filters [name]")) {
-    each.onchange = pollJobs;
+    each.onchange = () => { first = 0; pollJobs(); };
     if (each.value) asked.append(each.name, each.value);
   }
   try {
     const answer = await api(JOBS + "?" + asked), rows = answer.jobs.map(row);
+    if (asked !== latest) return; // of another page or filter
+    if (first && !rows.length) { first = 0; return pollJobs(); } // fewer than there were
     fill($("job-list"), rows.length ? table([["Job", ""], ["State", ""], ["Progress", ""], ["Team", "wide"],
       ["Priority", "rate wide"], ["Model", "wide"], ["Submitted", "wide"]], rows) : el("p", "quiet", "No job matches."),
-      more(LIMIT, answer.total));
+      pager(rows.length, answer.total));
   } catch (error) { fill($("job-list"), el("p", "reason", error.message)); }
+}
+function pager(shown, total) {
+  const turn = (label, by) => {
+    const made = el("button", "", label);
+    made.type = "button";
+    made.dataset.key = label;
+    made.onclick = async () => {
+      first = Math.max(0, first + by);
+      await pollJobs();
+      $("job-filters").scrollIntoView();
+    };
+    return made;
+  };
+  if (!first && shown === total) return "";
+  return el("div", "acts", first ? turn("Newer", -LIMIT) : "", first + shown < total ? turn("Older", LIMIT) : "",
+    el("span", "quiet", number(first + 1) + " to " + number(first + shown) + " of " + number(total)));
 }
 function row(job) {
   const why = el("small", "finding", job.reason);
@@ -86,11 +105,12 @@ function drawJob({job, same_submission, pages, spent, currency, estimate, hours}
   const metrics = Object.entries(report?.metrics || {}).filter(([name]) => name !== "loss")
     .map(([name, value]) => name.replaceAll("_", " ") + " " + humane(name, value)).join(", ");
   const money = amount => amount.toFixed(2), budget = spec.budget ? " of " + money(spec.budget) : "";
+  const cost = spent !== null || budget ? (job.usage.length ? spent === null ? "not known" : money(spent) : money(0)) + budget + " " + currency : "";
   const links = Object.keys(PAGE_NAMES).filter(name => pages[name]).map(name => link(pages[name], PAGE_NAMES[name]));
   fill($("job-head"), el("h2", "", "Job ", el("span", "as-is", spec.name || job.job_id), " ", pill(job.state, looks(job.state))),
     job.reason && el("p", ENDED.includes(job.state) ? "reason" : "quiet", job.reason),
     report?.steps ? el("p", "meter", meter(job), el("b", "number", progress(report))) : "",
-    el("div", "acts", ...actions(job, path), ...links),
+    el("div", "acts", ...actions(job, path, cost), ...links),
     facts([["Job", job.job_id], ["Model", spec.model_id + " " + spec.version], ["Data", short(spec.data_snapshot)],
       ["Team", spec.team + (spec.project ? ", project " + spec.project : "")], ["Priority", number(spec.priority)],
       ["Requested", requested(spec.resources)], ["Parameters", short(named(spec.parameters))],
@@ -103,7 +123,7 @@ function drawJob({job, same_submission, pages, spent, currency, estimate, hours}
       [held?.engine === "slurm" ? "Slurm" : "Kubernetes", held && [held.id, held.state, held.reason].filter(Boolean).join(", ")],
       ["Nodes", place && el("span", "", ...Object.keys(place.hosts).sort().slice(0, 50).flatMap(host => [workerLink(host), " "]),
         place.level === "fleet" ? "over the fleet" : "in one " + place.level, ", score " + place.score.toFixed(2))],
-      ["Cost", spent !== null || budget ? (job.usage.length ? spent === null ? "not known" : money(spent) : money(0)) + budget + " " + currency : ""],
+      ["Cost", cost],
       ["Estimated", estimate && money(estimate.hours.value) + " hours" + (estimate.price ? ", " + money(estimate.price.value) + " " + currency : "") + "; " + money(hours) + " hours so far"],
       ["Figures", metrics], ["Same as", same_submission.length ? el("span", "", ...same_submission.flatMap(id =>
         [jobLink(id), " "]), "(identical jobs share one training)") : ""]]));
@@ -126,18 +146,19 @@ function drawJob({job, same_submission, pages, spent, currency, estimate, hours}
     job.history[0]?.earlier ? el("p", "quiet", number(job.history[0].earlier) + " earlier changes: paceline audit --name job.state_changed") : "",
     ...(report?.notes.length ? [el("h3", "", "Notes"), el("ul", "", ...report.notes.map(each => el("li", "", short(each))))] : []));
 }
-function actions(job, path) {
+function actions(job, path, cost) {
   const made = [], name = job.spec.name || job.job_id;
   if (mayOnJob(job) && !ENDED.includes(job.state)) {
     if (job.state === "paused") made.push(action("Resume", "Resume " + name + "?",
-      "It waits in the queue again, with its first place, and goes on from its newest checkpoint.", path + "/resume"));
+      "It waits in the queue again, with its first place, and goes on from its newest checkpoint." +
+      (job.spec.budget ? " Its cost so far: " + cost + "." : ""), path + "/resume", "POST", undefined, job.spec.budget ? "budget" : ""));
     else if (!["pausing", "cancelling"].includes(job.state)) made.push(action("Pause", "Pause " + name + "?",
       "Every rank saves its state and ends. The job keeps its place until it is resumed.", path + "/pause"));
     if (job.state !== "cancelling") made.push(action("Cancel", "Cancel " + name + "?",
       "The job ends for good. Its checkpoints stay.", path + "/cancel"));
   }
   if (may("approve") && job.state === "needs_review") made.push(
-    action("Accept", "Accept " + name + "?", "The job counts as succeeded: " + job.reason + ".", path + "/review", "POST", {accepted: true}, true),
-    action("Reject", "Reject " + name + "?", "The job counts as failed.", path + "/review", "POST", {accepted: false}, true));
+    action("Accept", "Accept " + name + "?", "The job counts as succeeded: " + job.reason + ".", path + "/review", "POST", {accepted: true}, "reason"),
+    action("Reject", "Reject " + name + "?", "The job counts as failed.", path + "/review", "POST", {accepted: false}, "reason"));
   return made;
 }
