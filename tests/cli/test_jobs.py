@@ -48,6 +48,9 @@ def servers(call: Call) -> tuple[int, bytes]:
     if "/flow_runs/" in call.path:
         flow = {"id": FLOW, "tags": ["paceline"], "state_type": "RUNNING"}
         return 200, json.dumps([] if call.path.endswith("/filter") else flow).encode()
+    if "/model-versions/search" in call.path:
+        versions = [{"version": "7"}, {"version": "12"}] if "job-5f5f" in call.path else []
+        return 200, json.dumps({"model_versions": versions}).encode()
     if call.path.endswith("/experiments/search"):
         return 200, b'{"experiments": [{"experiment_id": "7"}]}'
     tags = [{"key": "paceline.run_id", "value": asked["filter"].split("'")[1].rstrip("%")}]
@@ -194,6 +197,22 @@ def end_all(client: CoordinatorClient) -> None:
         if not each.state.is_final:
             client.change_job(each.job_id, "cancel")
             client.report_job(each.job_id, JobReport(at=0, outcome="cancelled"))
+
+
+def test_a_job_leads_to_the_version_that_was_registered_of_it(served: Served) -> None:
+    client = served.client()
+    end_all(client)
+    job_id = adopt(served, model_id="acme/m", resources={"ranks": 1}, seed=21)
+    report = JobReport(at=0, step=1, steps=1, training_id="job-5f5f5f5f5f5f")
+
+    def ended() -> bool:
+        client.report_job(job_id, report)
+        client.report_job(job_id, report.model_copy(update={"outcome": "succeeded"}))
+        return client.job(job_id).job.state is JobState.SUCCEEDED
+
+    wait_until(ended, 30, "the job ends")
+    shown = said(served, "job", "show", job_id)
+    assert shown["pages"]["version"].endswith("/#/models/acme--m/versions/12"), "the newest one"
 
 
 def test_where_leads_to_the_runs_own_pages(served: Served) -> None:

@@ -370,3 +370,16 @@ def test_a_server_elsewhere_has_the_credentials_of_mlflows_own_clients(
         own = Registry(guarded.url)
         assert own.rest("GET", "/experiments/get-by-name?experiment_name=Default")
         assert own.version(story.model_id, "1").source_url == url, "by MLflow's client"
+
+
+def test_the_newest_version_of_a_training_is_found(registry: Registry) -> None:
+    story = Story(registry, 1, owner="acme/")
+    run = registry.ensure_run("run-20261120-153600-9f3a1c", experiment=story.model_id)
+    again = story.evidence["1"].model_copy(update={"snapshot_digest": digest("another exam")})
+    registry.register_candidate(story.model_id, "s3://b/again", again, run)
+    training = story.evidence["1"].job_id
+    page = registry.page_of_training(story.model_id, training)
+    assert page == registry.model_url(story.model_id, "2")
+    assert registry.page_of_training("acme/none", training) == ""
+    for other in ("job-none", "job-' or name = 'x"):
+        assert registry.page_of_training(story.model_id, other) == ""

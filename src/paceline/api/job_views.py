@@ -46,6 +46,7 @@ class ShownJob:
         auth = runtime.secrets.mlflow_auth
         self._log = Registry(self._mlflow, auth, timeout_s=MLFLOW_S) if self._mlflow else None
         self._runs: dict[str, str] = {}  # run → its page in MLflow
+        self._versions: dict[str, str] = {}  # run → that of the version made of its training
         self._due: dict[str, float] = {}  # run → when MLflow is asked for it again
         self._asking = threading.Lock()
         self._table, self.flows = table, flows
@@ -61,8 +62,7 @@ class ShownJob:
             pages["fleet"] = f"{self._coordinator}/fleet#job={job.job_id}"
         if self.flows is not None and job.flow_run_id:
             pages["prefect"] = self.flows.page_of(job.flow_run_id)
-        if mlflow := self._mlflow_page(job):
-            pages["mlflow"] = mlflow
+        pages |= self._mlflow_pages(job)
         hours, energy, price = used(job, self._prices, time.time())
         return JobView(
             job=job,
@@ -75,22 +75,32 @@ class ShownJob:
             energy_kwh=energy,
         )
 
-    def _mlflow_page(self, job: TrainingJob) -> str:
-        """Return the page of the job's run in MLflow; the server's own before it is known.
+    def _mlflow_pages(self, job: TrainingJob) -> dict[str, str]:
+        """Return the pages in MLflow of the job's run (the server's own before it is known) and of
+        the newest version that was registered of its training, if there is one.
 
         One reader at a time asks MLflow, for a job at most every MLFLOW_RETRY_S.
         """
         run_id, now_s = job.run_id, time.monotonic()
-        if self._log is None or job.started_at is None or run_id in self._runs:
-            return self._runs.get(run_id, self._mlflow)
-        if now_s >= self._due.get(run_id, 0.0) and self._asking.acquire(blocking=False):
+        training = job.report.training_id if job.report else ""  # it has a result
+        if self._log is None:
+            return {}
+        asks = job.started_at is not None and (run_id not in self._runs or training)
+        if asks and now_s >= self._due.get(run_id, 0.0) and self._asking.acquire(blocking=False):
             try:
                 self._due[run_id] = now_s + MLFLOW_RETRY_S
                 with contextlib.suppress(PacelineError):
-                    self._runs |= self._log.pages_of_runs(run_id)
+                    if run_id not in self._runs:
+                        self._runs |= self._log.pages_of_runs(run_id)
+                    page = self._log.page_of_training(job.spec.model_id, training)
+                    self._versions[run_id] = page
             finally:
                 self._asking.release()
-        return self._runs.get(run_id, self._mlflow)
+        found = {
+            "mlflow": self._runs.get(run_id, self._mlflow),
+            "version": self._versions.get(run_id, ""),
+        }
+        return {name: page for name, page in found.items() if page}
 
 
 def add_reading(

@@ -22,7 +22,7 @@ from paceline.errors import Conflict, CorruptData, GateRefused, InvalidInput, No
 from paceline.registry import lineage
 from paceline.registry.lineage import CANDIDATE, CHAMPION, PREVIOUS, Promotion, RegisteredVersion
 from paceline.registry.runs import RunLog
-from paceline.schemas import Evidence, canonical_json, digest_of
+from paceline.schemas import JOB_ID, Evidence, canonical_json, digest_of
 
 
 class Registry(RunLog):
@@ -130,6 +130,20 @@ class Registry(RunLog):
         """Return the URL of the page in MLflow of a model or of one version."""
         page = f"{self.tracking_uri}/#/models/{lineage.registered_name(model_id)}"
         return f"{page}/versions/{version}" if version else page
+
+    def page_of_training(self, model_id: str, training_id: str) -> str:
+        """Return the page in MLflow of the newest version of ``model_id`` whose weights a training
+        made; "" where none is registered. Imports no MLflow.
+
+        Raises ServiceUnavailable, AccessDenied or NotFound.
+        """
+        if not re.fullmatch(JOB_ID, training_id):  # it becomes a part of the filter
+            return ""
+        name = lineage.registered_name(model_id)
+        wanted = f"name = '{name}' and tag.`{lineage.TAG_JOB}` = '{training_id}'"
+        found = self.rest("GET", f"/model-versions/search?{urlencode({'filter': wanted})}")
+        numbers = [int(each["version"]) for each in found.get("model_versions", ())]
+        return self.model_url(model_id, str(max(numbers))) if numbers else ""
 
     def promote(
         self,

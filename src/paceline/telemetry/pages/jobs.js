@@ -5,7 +5,7 @@ import {$, action, ago, api, bar, el, facts, fill, humane, jobLink, link, may, m
 const JOBS = "/v1/training-jobs", ENDED = ["needs_review", "succeeded", "failed", "cancelled"];
 const LIMIT = 100, LOG_LINES = 400, PAGES = 20; // of jobs in the list, lines that are kept, answers at once
 const PAGE_NAMES = {prefect: "Flow run in Prefect", mlflow: "Run in MLflow", data: "Data in MLflow",
-  evaluation: "Evaluation in MLflow"};
+  evaluation: "Evaluation in MLflow", version: "Registered version in MLflow"};
 let first = 0, latest = null; // of the list: the job that it begins with, and the newest question
 let log = {id: null, attempt: 0, after: 0, lines: []};
 
