@@ -10,8 +10,9 @@ import pytest
 from paceline.data import ValidationReport
 from paceline.schemas import canonical_json, digest_of
 from tests.api.conftest import call
-from tests.api.test_data_purposes import JOBS, at as at
+from tests.api.test_data_purposes import JOBS, at
 
+__all__ = ["at"]  # a fixture
 CHECK = {"name": "no sample is empty", "passed": False, "got": "3 of 10 rows", "examples": []}
 BAD_SHARD = {"shard": "0" * 64, "split": "train", "bytes": 1, "documents": 1, "reason": "cut"}
 UNKNOWN_MODEL = "no such published model"  # what is refused next
