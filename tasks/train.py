@@ -356,14 +356,15 @@ def accelerators_of(
     nodes: Iterable[Node], held: Collection[str], placement: JobPlacement | None
 ) -> dict[str, int]:
     """Return the accelerators by kind of the ``held`` ones of ``nodes``, or of them those that the
-    ``placement`` reserves; "cpu" counts the nodes without.
+    ``placement`` reserves where it has slots (Slurm and Kubernetes give whole nodes); "cpu" counts
+    the nodes without.
     """
     found: Counter[str] = Counter()
     for node in nodes:
         if node.worker_id in held:
-            most = placement.hosts[node.worker_id] if placement else node.accelerator_count
-            cards = node.machine.like_cards
-            count = min(most, node.accelerator_count)
+            count, cards = node.accelerator_count, node.machine.like_cards
+            if placement and placement.slots:
+                count = min(count, placement.hosts[node.worker_id])
             found.update({cards[0].kind: count} if cards else {"cpu": 1})
     return dict(found)
 

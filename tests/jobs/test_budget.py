@@ -8,7 +8,14 @@ import pytest
 
 from paceline.config import PriceSettings, Profile, load_profile
 from paceline.jobs import cost_of, recorded, used
-from paceline.schemas import KEPT_USAGES, JobCheckpoint, JobState, SubmitJob, TrainingUsage
+from paceline.schemas import (
+    KEPT_USAGES,
+    JobCheckpoint,
+    JobState,
+    JobUsage,
+    SubmitJob,
+    TrainingUsage,
+)
 from tests.jobs.test_cost import result
 from tests.jobs.test_scheduler import SNAPSHOT, Queue, worker
 
@@ -97,6 +104,45 @@ def test_a_budget_that_cannot_be_counted_is_noted_and_stops_nothing() -> None:
     run(queue, job_id, 20)
     assert queue.state(job_id) is S.RUNNING
     assert "no price in [prices] per_hour for NVIDIA A100" in queue.job(job_id).reason
+
+
+def test_gangs_that_share_a_node_without_accelerators_pay_it_once() -> None:
+    profile = priced(**{"training.ranks_per_node": "4", "prices.watts": "{cpu = 1000}"})
+    queue = Queue(worker("node-0"), profile=profile)
+    jobs = [queue.submit(1, resources={"ranks_per_node": 1}) for _ in range(4)]
+    queue.look()
+    assert {queue.state(each) for each in jobs} == {S.STARTING}
+    queue.look(100)
+    assert sum(cost(queue, each) for each in jobs) == pytest.approx(100)
+    rows = [cost_of(each, profile.prices) for each in recorded(queue.table.jobs(), [], queue.now)]
+    assert sum(each.accelerator_hours or 0 for each in rows) == pytest.approx(100 / 3600)
+    assert sum(each.energy_kwh or 0 for each in rows) == pytest.approx(100 / 3600)
+
+
+def test_the_factor_of_spot_nodes_counts_for_the_spot_nodes_alone() -> None:
+    nodes = [worker(f"spot-{n}", capacity="spot") for n in range(2)] + [worker("node-0")]
+    queue = Queue(*nodes, profile=priced(**{"prices.spot_factor": "0.25"}))
+    spot = queue.submit(2, resources={"capacity": "spot"})
+    other = queue.submit(1, resources={"capacity": "on-demand"})
+    queue.look()
+    queue.look(100)
+    assert (cost(queue, spot), cost(queue, other)) == (pytest.approx(50), pytest.approx(100))
+    for each in (spot, other):
+        queue.ends(each, "COMPLETED")
+    queue.look()
+    queue.submit(3)
+    queue.look()
+    assert queue.table.jobs()[-1].usage[0].spot_share == pytest.approx(2 / 3)
+
+
+def test_a_record_of_an_older_version_has_the_factor_on_all_its_nodes(queue: Queue) -> None:
+    old = JobUsage.model_validate_json(
+        '{"attempt": 1, "accelerators": {"cpu": 2}, "since": 900.0, "held_s": 100.0}'
+    )
+    assert {"spot_share", "node_share", "ranks"}.isdisjoint(old.model_dump())
+    job = queue.job(queue.submit(2)).model_copy(update={"usage": (old,)})
+    prices = queue.profile.prices.model_copy(update={"spot_factor": 0.25})
+    assert used(job, prices, queue.now)[2] == pytest.approx(50)
 
 
 def test_each_attempt_has_its_time_by_class(queue: Queue) -> None:

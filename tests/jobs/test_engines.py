@@ -167,6 +167,14 @@ def queue(runtime: Runtime, site: Site) -> SlurmQueue:
     return SlurmQueue(runtime, site)
 
 
+def test_a_gang_of_an_engine_is_charged_for_its_whole_nodes(queue: SlurmQueue) -> None:
+    queue.store.workers = [worker("n1", 8), worker("n2", 8)]
+    job_id = queue.submit(10, resources={"ranks_per_node": 8})
+    queue.runs(job_id)
+    (held,) = queue.job(job_id).usage
+    assert (held.accelerators, held.ranks) == ({"NVIDIA A100": 16}, 10)
+
+
 @pytest.mark.parametrize(
     ("spec", "words"),
     [

@@ -88,8 +88,10 @@ def test_ranks_go_to_the_nodes_with_the_most_accelerators(
 def test_a_job_is_charged_for_accelerators_and_for_nodes_without() -> None:
     fleet = [node("a", 8), node("b", 8), node("c"), node("d", 8)]
     assert accelerators_of(fleet, ["a", "b", "c"], None) == {"H100": 16, "cpu": 1}
-    part = JobPlacement(hosts={"a": 8, "b": 3}, level="rack")
+    part = JobPlacement(hosts={"a": 8, "b": 3}, slots={"a": 8, "b": 8}, level="rack")
     assert accelerators_of(fleet, ["a", "b"], part) == {"H100": 11}, "those that it held"
+    whole = part.model_copy(update={"slots": {}})
+    assert accelerators_of(fleet, ["a", "b"], whole) == {"H100": 16}, "Slurm gives whole nodes"
 
 
 def test_ranks_go_where_the_queue_has_placed_them() -> None:

@@ -58,16 +58,16 @@ def cost_of(training: TrainResult | TrainingUsage, prices: PriceSettings) -> Tra
     """
     usage = training if isinstance(training, TrainingUsage) else TrainingUsage.of(training)
     hours = usage.seconds / HOUR_S
-    hourly, kilowatts = _rates(usage.accelerators, prices)
-    total = held_price(usage.accelerators, usage.seconds, prices)
+    hourly, kilowatts = _rates(usage.accelerators, prices, usage.node_share, usage.spot_share)
+    total = _product(hourly, hours)
     per_token = None if total is None or not usage.tokens else total / usage.tokens
     of_second = _product(hourly, 1 / HOUR_S)
     by_class = usage.by_class if of_second is not None else {}
     return TrainingCost(
         **usage.model_dump(),
         currency=prices.currency,
-        accelerator_hours=_product(sum(usage.accelerators.values()) or None, hours),
-        energy_kwh=held_energy(usage.accelerators, usage.seconds, prices),
+        accelerator_hours=_product(_count(usage.accelerators, usage.node_share), hours),
+        energy_kwh=_product(kilowatts, hours),
         price_by_class={name: each * (of_second or 0.0) for name, each in by_class.items()},
         total=total,
         per_step=None if total is None or not usage.steps else total / usage.steps,
@@ -102,12 +102,27 @@ def _product(*factors: float | None) -> float | None:
     return prod(known) if len(known) == len(factors) else None
 
 
+def _count(accelerators: Mapping[str, int], node_share: float | None) -> float | None:
+    """Return how many there are of all kinds; None where none is recorded."""
+    count = sum(accelerators.values())
+    return count * (1.0 if node_share is None else node_share) or None
+
+
 def _rates(
-    accelerators: Mapping[str, int], prices: PriceSettings
+    accelerators: Mapping[str, int],
+    prices: PriceSettings,
+    node_share: float | None = None,
+    spot_share: float | None = None,
 ) -> tuple[float | None, float | None]:
-    """Return what all together cost an hour, with energy that has a price of its own, and kW."""
-    hourly = _product(_sum(accelerators, prices.per_hour), prices.spot_factor)
-    kilowatts = _product(_sum(accelerators, prices.watts), 1 / 1000)
+    """Return what all together cost an hour, with energy that has a price of its own, and kW.
+
+    Without a ``spot_share`` all of them count as the profile's ``spot_factor`` says.
+    """
+    held = 1.0 if node_share is None else node_share
+    spot = 1.0 if spot_share is None else spot_share
+    factor = spot * prices.spot_factor + (1 - spot)
+    hourly = _product(_sum(accelerators, prices.per_hour), held, factor)
+    kilowatts = _product(_sum(accelerators, prices.watts), held, 1 / 1000)
     if hourly is not None:
         hourly += _product(kilowatts, prices.per_kwh) or 0.0
     return hourly, kilowatts
@@ -177,7 +192,7 @@ def cost_row(each: TrainingCost | CostGroup) -> dict[str, Any]:
     for name in ("hours", "accelerator_hours", "energy_kwh", "price"):
         row[f"estimated_{name}"] = (guess.get(name) or {}).get("value")
     if isinstance(each, TrainingCost):
-        row["accelerators"] = held_text(each.accelerators)
+        row["accelerators"] = held_text(each.accelerators, each.node_share)
         row["unknown"] = "; ".join(each.unknown)
         del row["by_class"], row["price_by_class"]
         for name in TIME_CLASSES:
@@ -186,9 +201,10 @@ def cost_row(each: TrainingCost | CostGroup) -> dict[str, Any]:
     return row
 
 
-def held_text(accelerators: Mapping[str, int]) -> str:
-    """Return the accelerators in words."""
-    named = (f"{count} × {kind}" for kind, count in accelerators.items())
+def held_text(accelerators: Mapping[str, int], node_share: float | None = None) -> str:
+    """Return the accelerators in words; of nodes that others share, their share."""
+    held = 1.0 if node_share is None else node_share
+    named = (f"{count * held:.6g} × {kind}" for kind, count in accelerators.items())
     return ", ".join(named) or "not recorded"
 
 
@@ -230,9 +246,11 @@ def estimate(
     tokens_per_step: float | None = None,
     tokens_per_second: float | None = None,
     accelerators: Mapping[str, int] | None = None,
+    capacity: str = "",
     basis: str = "as given",
 ) -> CostEstimate:
-    """Return what ``steps`` steps would take and cost; ``basis`` is where a given speed is from.
+    """Return what ``steps`` steps would take and cost on nodes of ``capacity`` (spot, on-demand);
+    ``basis`` is where a given speed is from.
 
     What is not given is that of ``earlier`` trainings of the same configuration, newest first. The
     lower end has their best speed and no failure, the upper end their worst speed and their largest
@@ -247,7 +265,10 @@ def estimate(
             got=f"{len(measured)} trainings with tokens a step and a second",
             wanted="an earlier training, or tokens per step and per second",
         )
-    held = dict(accelerators or (measured[0].accelerators if measured else {}))
+    first = measured[0] if measured and not accelerators else None
+    held = dict(first.accelerators if first else accelerators or {})
+    node_share = first.node_share if first else None
+    spot_share = {"spot": 1.0, "on-demand": 0.0}.get(capacity, first and first.spot_share)
     split = [each.by_class for each in measured if _in_steps(each.by_class)]
     idle = [each["idle"] for each in split] or [0.0]
     lost = [each["recovery"] / _in_steps(each) for each in split] or [0.0]
@@ -266,7 +287,7 @@ def estimate(
             for name, (speed, share, begin) in figures.items()
         })  # fmt: skip
 
-    hourly, kilowatts = _rates(held, prices)
+    hourly, kilowatts = _rates(held, prices, node_share, spot_share)
     hours = times(1)
     assert hours is not None
     return CostEstimate(
@@ -276,7 +297,7 @@ def estimate(
         accelerators=held,
         tokens_per_second=Range(value=median(speeds), low=min(speeds), high=max(speeds)),
         hours=hours,
-        accelerator_hours=times(sum(held.values()) or None),
+        accelerator_hours=times(_count(held, node_share)),
         energy_kwh=times(kilowatts),
         price=times(hourly),
         based_on=(

@@ -303,13 +303,15 @@ def estimate_submitted(
     try:
         accelerator_of(kind, profile.hardware)  # before anything is read
         raw = json_object(ObjectStore.from_runtime(runtime).get_bytes(where), where)
-        return estimate_by_model(raw, profile, kind)
+        return estimate_by_model(raw, profile, kind, spec.resources.capacity)
     except PacelineError as error:
         log.info("no estimate of a job: %s", error.one_line())
         return None
 
 
-def estimate_by_model(raw: Mapping[str, Any], profile: Profile, kind: str) -> CostEstimate:
+def estimate_by_model(
+    raw: Mapping[str, Any], profile: Profile, kind: str, capacity: str = ""
+) -> CostEstimate:
     """Return what ``profile``'s training of the model with the config.json ``raw`` would take by
     the model of a step. Raises InvalidInput for an unknown kind, family or mesh."""
     settings = profile.training
@@ -323,5 +325,6 @@ def estimate_by_model(raw: Mapping[str, Any], profile: Profile, kind: str) -> Co
         tokens_per_step=step.tokens,
         tokens_per_second=step.tokens / step.step_s * (1 - step.checkpoint_share),
         accelerators={kind: settings.ranks + settings.guard.spares},
+        capacity=capacity,
         basis=f"by the model of a step on mesh {spec}, as no training like it is recorded",
     )

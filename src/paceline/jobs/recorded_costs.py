@@ -69,20 +69,22 @@ def estimate_like(
     settings: TrainingSettings,
     prices: PriceSettings,
     usages: Iterable[TrainingUsage],
+    capacity: str = "",
 ) -> CostEstimate | None:
-    """Return what a training of ``settings`` would take, from those of the same model on as many
-    accelerators, and cost where ``prices`` say it; None where there is no such training."""
+    """Return what a training of ``settings`` would take, from those of the same model with as many
+    ranks, and cost where ``prices`` say it; None where there is no such training."""
     count = settings.ranks + settings.guard.spares
     earlier = [
         each
         for each in usages
         if each.model_id == model_id
         and each.tokens_per_step
-        and sum(each.accelerators.values()) == count
+        and (each.ranks or sum(each.accelerators.values())) == count
     ]
     if not earlier:
         return None
     try:
-        return estimate(prices, steps=settings.steps, earlier=like(earlier[0], earlier))
+        alike = like(earlier[0], earlier)
+        return estimate(prices, steps=settings.steps, earlier=alike, capacity=capacity)
     except InvalidInput:
         return None

@@ -381,7 +381,7 @@ class JobScheduler(RepeatedTask):
                 level=placed.level,
                 score=round(placed.score, 4),
             )
-            usage = begun(job, held, placed.hosts, self._wall())
+            usage = begun(job, held, placed.hosts, self._wall(), whole=not shared)
             self._change(job, JobState.ADMITTED, "", placement=placement, usage=usage)
         elif job.state.waits and found.phase == "failed":
             self._change(job, JobState.FAILED, found.reason)

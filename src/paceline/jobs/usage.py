@@ -7,11 +7,11 @@ are in the stored record, so the next leader counts the same seconds. Pure funct
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from paceline.config import PriceSettings
 from paceline.errors import InvalidInput
-from paceline.jobs.cost import HOUR_S, held_energy, held_price, money
+from paceline.jobs.cost import HOUR_S, cost_of, money
 from paceline.jobs.placement import Host
 from paceline.schemas import (
     KEPT_USAGES,
@@ -28,17 +28,25 @@ WARN_SHARE = 0.8  # of a budget
 
 
 def begun(
-    job: TrainingJob, hosts: Iterable[Host], ranks: Mapping[str, int], at: float
+    job: TrainingJob, hosts: Sequence[Host], ranks: Mapping[str, int], at: float, *, whole: bool
 ) -> tuple[JobUsage, ...]:
-    """Return the job's usage with a new attempt, which holds slots of ``hosts`` from ``at`` on:
-    ``ranks`` of each, or the whole of a host without accelerators.
+    """Return the job's usage with a new attempt, which holds ``hosts`` from ``at`` on: as many
+    slots of each as it has ``ranks`` there, or all of them where the engine gives ``whole`` nodes.
     """
     held: Counter[str] = Counter()
+    on_spot = 0
     for host in hosts:
-        held[host.kind] += 1 if host.kind == "cpu" else ranks[host.name]
+        count = 1 if host.kind == "cpu" else host.slots if whole else ranks[host.name]
+        held[host.kind] += count
+        on_spot += count if host.pool == "spot" else 0
+    taken, slots = sum(ranks.values()), sum(host.slots for host in hosts)
+    shares = not whole and taken < slots and "cpu" in held
     usage = JobUsage(
         attempt=job.attempt + (not job.adopted),
         accelerators=dict(held),
+        ranks=taken,
+        node_share=taken / slots if shares else None,
+        spot_share=on_spot / sum(held.values()),
         since=at,
         queued_s=max(0.0, at - job.updated_at),
     )
@@ -112,9 +120,13 @@ def _classes(report: JobReport | None, held_s: float, lost_s: float = 0.0) -> di
 
 
 def _shortened(usages: tuple[JobUsage, ...]) -> tuple[JobUsage, ...]:
-    """Return ``usages`` with the two oldest of the same accelerators in one, if they are many."""
+    """Return ``usages`` with the two oldest that held the same in one, if they are many."""
+
+    def what(each: JobUsage) -> tuple[object, ...]:
+        return each.accelerators, each.ranks, each.node_share, each.spot_share
+
     first, *others = usages
-    same = [each for each in others[:-1] if each.accelerators == first.accelerators]
+    same = [each for each in others[:-1] if what(each) == what(first)]
     if len(usages) <= KEPT_USAGES or not same:
         return usages
     names = {*first.by_class, *same[0].by_class}
@@ -158,6 +170,9 @@ def attempts_of(job: TrainingJob, now: float) -> list[TrainingUsage]:
                 seconds=held_s,
                 by_class=each.by_class or _classes(report, held_s),
                 accelerators=each.accelerators,
+                ranks=each.ranks,
+                node_share=each.node_share,
+                spot_share=each.spot_share,
                 queued_job_id=job.job_id,
                 attempt=each.attempt,
                 state=each.ended or job.state,
@@ -193,8 +208,11 @@ def recorded(
 
 def _finished(attempt: TrainingUsage, result: TrainingUsage) -> TrainingUsage:
     """Return ``result`` as the attempt's: the nodes were held before and after its process."""
-    own = ("queued_job_id", "attempt", "state", "team", "project", "queue_s", "accelerators")
-    update = {name: getattr(attempt, name) for name in (*own, "estimate", "written_bytes")}
+    own = (
+        *("queued_job_id", "attempt", "state", "team", "project", "queue_s", "estimate"),
+        *("accelerators", "ranks", "node_share", "spot_share", "written_bytes"),
+    )
+    update = {name: getattr(attempt, name) for name in own}
     if attempt.egress_bytes is not None:
         update["egress_bytes"] = attempt.egress_bytes
     more = max(0.0, attempt.seconds - result.seconds)
@@ -210,17 +228,14 @@ def used(
 ) -> tuple[float, float | None, float | None]:
     """Return the hours for which the job has held nodes so far, their kWh and what they cost; None
     where an accelerator that it held has no watts, or no price."""
-    held = [
-        (each.accelerators, max(0.0, now - each.since) if each.held_s is None else each.held_s)
-        for each in job.usage
-    ]
+    costs = [cost_of(each, prices) for each in attempts_of(job, now)]
 
-    def total(of: Callable[..., float | None]) -> float | None:
-        found = [of(accelerators, seconds, prices) for accelerators, seconds in held]
+    def total(found: list[float | None]) -> float | None:
         known = [each for each in found if each is not None]
         return sum(known) if len(known) == len(found) else None
 
-    return sum(seconds for _, seconds in held) / HOUR_S, total(held_energy), total(held_price)
+    hours = sum(each.seconds for each in costs) / HOUR_S
+    return hours, total([each.energy_kwh for each in costs]), total([each.total for each in costs])
 
 
 def require_prices(budget: float | None, prices: PriceSettings) -> None:

@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import Field
 
 from paceline.config import PriceSettings
-from paceline.schemas.base import Record, is_none
+from paceline.schemas.base import Record, is_empty, is_none
 from paceline.schemas.training import TrainResult
 
 # class of a training's time → the accounts of TimeLedger in it
@@ -68,6 +68,11 @@ class TrainingUsage(Record):
     by_class: dict[str, float] = {}  # the same by class, as rank 0 saw it
     restarts: int = 0  # of its gang
     accelerators: dict[str, int] = {}  # held all the time, by kind
+    ranks: int = Field(default=0, exclude_if=is_empty)  # of an attempt; 0: not recorded
+    # of its nodes without accelerators, which other jobs share; None: all of them
+    node_share: float | None = Field(default=None, exclude_if=is_none)
+    # of its accelerators that were on spot nodes; None: not recorded
+    spot_share: float | None = Field(default=None, exclude_if=is_none)
     tokens_per_step: float | None = None  # of the whole gang
     tokens_per_second: float | None = None  # of the whole gang
     epoch_tokens: int | None = None  # of one epoch of the data

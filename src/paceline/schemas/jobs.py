@@ -293,6 +293,11 @@ class JobUsage(Record):
 
     attempt: int = Field(ge=0)  # of the job, from 1
     accelerators: dict[str, int]  # by kind; "cpu": nodes without any
+    ranks: int = Field(default=0, exclude_if=is_empty)  # with spares; 0: of an older version
+    # of its nodes without accelerators, which other gangs share; None: all of them
+    node_share: float | None = Field(default=None, exclude_if=is_none)
+    # of its accelerators that are on spot nodes; None: of an older version
+    spot_share: float | None = Field(default=None, exclude_if=is_none)
     since: float  # when its hosts were reserved
     queued_s: float = 0.0  # that it waited for them
     held_s: float | None = None  # None: it holds them still
