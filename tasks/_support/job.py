@@ -109,6 +109,7 @@ class JobLink:
         self._flow_run_id = str(flow_run.get_id() or "")
         self._lock = threading.Lock()
         self._facts: dict[str, Any] = {"read_bytes": 0, "written_bytes": 0}
+        self._ranks_read = 0  # bytes, of the facts' read_bytes
         self._times = StepTimes()
         self._ranks: dict[int, JobRank] = {}
         self._failures: dict[str, Counter[str]] = defaultdict(Counter)  # host → kind → times
@@ -165,6 +166,7 @@ class JobLink:
                     for name in ("waits", "attempt", "step", "steps", "metrics"):
                         self._facts.pop(name, None)
                     self._facts |= {"read_bytes": 0, "written_bytes": 0}
+                    self._ranks_read = 0
                 self.preempted.clear()
                 return job.placement
             if job is not None and (job.state.is_final or job.wanted == "cancel"):
@@ -241,6 +243,9 @@ class JobLink:
                 self._facts["quarantined"] = len(self._passed_over)
             if event.rank == 0:
                 self._times.take(event, time.monotonic())
+            if event.rank == 0 and isinstance(read := event.data.get("read_bytes"), int):
+                self._facts["read_bytes"] += read - self._ranks_read  # it is the sum of all ranks
+                self._ranks_read = read
             if event.rank == 0 and event.event == "step":
                 figures = {
                     key: float(value)

@@ -19,6 +19,7 @@ from paceline.errors import AccessDenied, Conflict, InvalidInput, ServiceUnavail
 from paceline.jobs import changed, cost_of, cost_row, grouped
 from paceline.models import config_for
 from paceline.schemas import (
+    AdoptJob,
     CostEstimate,
     CreateToken,
     JobState,
@@ -184,6 +185,38 @@ def test_an_estimate_comes_with_the_submission(
     for each in (made, other):
         lab.client.change_job(each.job.job_id, "cancel")
     assert "estimate" not in lab.client.job(other.job.job_id).job.model_dump()
+
+
+def test_an_adopted_training_has_an_estimate(lab: Lab, finished: TrainingUsage) -> None:
+    spec = SubmitJob.model_validate({
+        "model_id": "m/two", "version": "1", "data_snapshot": "s3://b/s",
+        "parameters": {"training.steps": 100, "training.ranks": 2},
+    })  # fmt: skip
+    call = AdoptJob(spec=spec, run_id=new_run_id(), flow_run_id="by-hand")
+    made = lab.client.adopt_job(call)
+    guess = made.estimate
+    assert guess is not None and guess.steps == 100
+    assert lab.client.adopt_job(call).estimate == guess, "a second call returns the same job"
+    lab.client.change_job(made.job_id, "cancel")
+
+
+def test_submissions_of_one_minute_read_mlflow_once(
+    finished: TrainingUsage, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any
+) -> None:
+    monkeypatch.setattr("paceline.api.jobs._require_possible", lambda *_: None)
+    reads, now_s = [], [0.0]
+    registry = SimpleNamespace(trainings=lambda: reads.append(1) or ([finished], []))
+    where = "paceline.jobs.recorded_costs.Registry.from_runtime"
+    monkeypatch.setattr(where, lambda _runtime: registry)
+    monkeypatch.setattr("paceline.jobs.recorded_costs.monotonic", lambda: now_s[0])
+    spec = SubmitJob(model_id="m/two", version="1", data_snapshot="s3://b/s",
+                     parameters={"training.steps": 100, "training.ranks": 2})  # fmt: skip
+    for lab in lab_with(PRICES, tmp_path_factory):
+        for now_s[0], wanted in ((0.0, 1), (59.0, 1), (61.0, 2)):
+            view = lab.client.submit_job(spec)
+            assert (view.estimate is not None, len(reads)) == (True, wanted)
+        lab.client.training_costs()
+        assert len(reads) == 3, "costs are always those of now"
 
 
 def test_what_was_estimated_stands_beside_what_a_job_took(

@@ -69,6 +69,35 @@ def test_a_budget_warns_once_and_then_pauses_the_job(queue: Queue) -> None:
     assert cost(queue, job_id) == pytest.approx(2 * (job.updated_at - job.usage[0].since))
 
 
+def test_a_budget_counts_egress_and_storage() -> None:
+    more = {"prices.per_gb_egress": "0.5", "prices.per_gb_month": "2629.8"}  # 1 EUR in 1000 s
+    queue = Queue(worker("node-0"), profile=priced(**more))
+    job_id = queue.submit(1, budget=200)
+    queue.look()
+    saved = JobCheckpoint(step=4, object_ref="s3://b/c", created_at=1.0, bytes=10**9)
+    run(queue, job_id, 100, read_bytes=120 * 10**9, checkpoints=(saved,))
+    assert queue.state(job_id) is S.RUNNING
+    assert cost(queue, job_id) == pytest.approx(100 + 60 + 0.1)
+    run(queue, job_id, 45, read_bytes=120 * 10**9, checkpoints=(saved,))
+    assert queue.state(job_id) is S.PAUSING
+    queue.ends(job_id, "CANCELLED")
+    queue.look(100)
+    assert cost(queue, job_id) == pytest.approx(200, abs=10), "no more while it is paused"
+
+
+def test_checkpoints_are_paid_for_over_all_attempts(queue: Queue) -> None:
+    saved = JobCheckpoint(step=4, object_ref="s3://b/c", created_at=1.0, bytes=10**9)
+    job_id = queue.submit(1)
+    queue.look()
+    run(queue, job_id, 99, checkpoints=(saved,))
+    queue.ends(job_id, "CRASHED")
+    queue.look()
+    run(queue, job_id, 100, checkpoints=(saved,))
+    prices = queue.profile.prices.model_copy(update={"per_gb_month": 2_629_800.0})
+    rows = [cost_of(each, prices) for each in recorded(queue.table.jobs(), [], queue.now)]
+    assert [each.storage for each in rows] == [pytest.approx(200), None]
+
+
 def test_a_new_leader_counts_the_same_seconds(queue: Queue) -> None:
     job_id = queue.submit(2, budget=1000)
     queue.look()

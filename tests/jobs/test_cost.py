@@ -45,24 +45,39 @@ def result(**changes: Any) -> TrainResult:
 
 def test_an_hour_on_eight_accelerators_by_hand() -> None:
     cost = cost_of(result(), PRICES)
-    assert cost.total == pytest.approx(8 * 2.0 + 8 * 0.25), "8 GPU-hours, and 8 kWh"
+    kept = 0.02 * 3 / 730.5  # 3 GB for an hour
+    assert cost.storage == pytest.approx(kept)
+    assert cost.total == pytest.approx(8 * 2.0 + 8 * 0.25 + kept, rel=1e-9), "8 GPU-hours, 8 kWh"
     assert cost.accelerator_hours == cost.energy_kwh == 8.0
     assert cost.by_class == {
         "useful": 2400, "data_wait": 300, "checkpoint": 100, "recovery": 500, "idle": 300
     }  # fmt: skip
     assert sum(cost.price_by_class.values()) == pytest.approx(18.0)
     assert cost.price_by_class["recovery"] == pytest.approx(18.0 * 500 / 3600)
-    assert cost.per_step == pytest.approx(0.18)
-    assert cost.per_1k_tokens == pytest.approx(18.0 / 3600)
-    assert cost.per_epoch == pytest.approx(1.8), "an epoch is ten steps"
+    assert cost.per_step == pytest.approx((18 + kept) / 100)
+    assert cost.per_1k_tokens == pytest.approx((18 + kept) / 3600)
+    assert cost.per_epoch == pytest.approx((18 + kept) / 10), "an epoch is ten steps"
     assert cost.storage_a_month == pytest.approx(0.06)
-    assert cost.egress is None, "a result does not record it"
+    assert cost.egress is None, "a result of an older version does not record it"
     assert cost.unknown == ("a node that was lost is counted as held: the price is at most this",)
+
+
+def test_egress_is_in_the_total_and_in_its_group() -> None:
+    cost = cost_of(result(checkpoints=(), read_bytes=50 * 10**9), PRICES)
+    assert (cost.egress, cost.storage) == (5.0, 0.0)
+    assert cost.total == pytest.approx(18.0 + 5.0)
+    assert cost.per_step == pytest.approx(0.23)
+    (group,) = grouped([cost, cost], "model")
+    assert (group.price, group.egress, group.storage) == (pytest.approx(46.0), 10.0, 0.0)
+    free = PRICES.model_copy(update={"per_gb_egress": None, "per_gb_month": None})
+    assert cost_of(result(read_bytes=50 * 10**9), free).total == pytest.approx(18.0)
+    unpriced = cost_of(result(read_bytes=10**9), PRICES.model_copy(update={"per_hour": {}}))
+    assert (unpriced.total, unpriced.egress) == (None, pytest.approx(0.1))
 
 
 def test_a_spot_fleet_pays_its_share_and_the_whole_energy() -> None:
     spot = PRICES.model_copy(update={"spot_factor": 0.5})
-    assert cost_of(result(), spot).total == pytest.approx(8.0 + 2.0)
+    assert cost_of(result(checkpoints=()), spot).total == pytest.approx(8.0 + 2.0)
 
 
 def test_without_prices_nothing_has_a_price_and_nothing_is_zero() -> None:
@@ -78,7 +93,7 @@ def test_without_prices_nothing_has_a_price_and_nothing_is_zero() -> None:
 def test_a_mixed_gang_has_a_price_only_where_each_kind_has_one() -> None:
     both = {"NVIDIA H100 80GB HBM3": 8, "NVIDIA A100-SXM4-80GB": 8}
     assert cost_of(result(accelerators=both), PRICES).total is None
-    cost = cost_of(result(accelerators={"cpu": 2}), PRICES)
+    cost = cost_of(result(accelerators={"cpu": 2}, checkpoints=()), PRICES)
     assert cost.total == pytest.approx(1.0)
     assert "energy is not in the price: no watts for each kind" in cost.unknown
 
@@ -93,7 +108,7 @@ def test_a_result_of_an_older_version_says_what_it_lacks() -> None:
 
 def test_a_job_that_begins_later_is_divided_by_its_own_steps() -> None:
     cost = cost_of(result(resumed_from_step=60, restarts=()), PRICES)
-    assert cost.per_step == pytest.approx(18.0 / 40)
+    assert cost.per_step == pytest.approx(18.0 / 40, rel=1e-4)
     assert cost.unknown == ("begins at step 60: what came before is not in these figures",)
 
 
@@ -130,7 +145,7 @@ def test_groups_add_up_what_is_known_and_count_the_rest() -> None:
     ]
     (group,) = grouped(costs, "model")
     assert (group.name, group.trainings, group.without_price) == ("a", 3, 1)
-    assert group.price == pytest.approx(36.0)
+    assert group.price == pytest.approx(36.0, rel=1e-4)
     assert group.useful_hours == pytest.approx(16 * 2 / 3)
     assert [each.name for each in grouped(costs, "day")] == ["2026-09-21"]
     assert len(grouped(costs, "job")) == 3

@@ -24,6 +24,7 @@ from tests.support.mlflow_server import running_mlflow
 
 pytestmark = pytest.mark.xdist_group("mlflow")
 PAGE = (Path(__file__).parents[2] / "docs/how-to/see-what-training-costs.md").read_text()
+PAID = 8 * 2.5 + 8 * 0.3 + 2 * 0.09 + 0.06 / 730.5  # machines, energy, 2 GB read, 3 GB for 1 h
 NEW, OLD, RUNS = (f"run-20260301-000000-{each * 6}" for each in "abc")
 
 
@@ -51,7 +52,7 @@ def state(priced: PriceSettings, tmp_path_factory: pytest.TempPathFactory) -> An
             registry.log_params(run, lineage.training_params(job))
             registry.log_tags(run, {lineage.TAG_JOB: job.job_id})
             if run_id == NEW:
-                record_result(registry, run, result(job_id=job.job_id), priced)
+                record_result(registry, run, result(job_id=job.job_id, read_bytes=10**9), priced)
                 registry.log_metrics(run, [lineage.MetricPoint("relay/origin_bytes", 1e9)])
             elif run_id == OLD:
                 record_result(registry, run, result(
@@ -85,9 +86,9 @@ def test_the_metrics_of_a_run_hold_what_its_result_says(state: Path) -> None:
     wanted = TrainingUsage.of(result(job_id="job-a"))
     own = {"run_id", "model_id", "started_at", "egress_bytes"}
     assert mine.model_dump(exclude=own) == wanted.model_dump(exclude=own)
-    assert (mine.model_id, mine.egress_bytes) == ("bytelm", 10**9)
+    assert (mine.model_id, mine.egress_bytes) == ("bytelm", 2 * 10**9), "of its relay and ranks"
     total = registry.history(registry.find_run(NEW), "cost/total")
-    assert total == {100: pytest.approx(8 * 2.5 + 8 * 0.3)}
+    assert total == {100: pytest.approx(PAID - 0.09)}, "its relay's bytes are not in the result"
     assert not registry.history(registry.find_run(OLD), "cost/total")
 
 
@@ -103,18 +104,18 @@ def test_a_training_is_reproduced_by_the_id_in_its_models_card(state: Path) -> N
 def test_the_list_counts_a_result_once_and_names_what_has_no_price(state: Path) -> None:
     answer = asked(state)
     prices = {each["run_id"]: each["total"] for each in answer["trainings"]}
-    assert prices == {NEW: pytest.approx(22.4), OLD: None}
+    assert prices == {NEW: pytest.approx(PAID), OLD: None}
     assert (answer["without_result"], answer["currency"]) == (1, "EUR")
     done = paceline("cost", "--state", state)
     assert "no price" in done.stdout
-    assert "22.40" in done.stdout
+    assert "22.58" in done.stdout
     assert "1 trainings without a result" in done.stderr
 
 
 def test_a_run_is_split_by_class_and_what_is_not_recorded_is_said(state: Path) -> None:
     shown = paceline("cost", NEW[:-2], "--state", state).stdout
-    for each in ("restarts, lost steps", "500.0", "14%", "egress         1.0 GB, 0.09",
-                 "per 1k tokens  0.00622", "checkpoints    3.0 GB, 0.06 a month"):  # fmt: skip
+    for each in ("restarts, lost steps", "500.0", "14%", "egress         2.0 GB, 0.18",
+                 "per 1k tokens  0.00627", "checkpoints    3.0 GB, 0.06 a month"):  # fmt: skip
         assert each in shown, shown
     old = paceline("cost", OLD, "--state", state)
     assert "not recorded" in old.stdout
@@ -129,7 +130,7 @@ def test_sums_and_a_file_of_rows(state: Path, tmp_path: Path) -> None:
     (group,) = asked(state, "--by", "model", "--csv", file)["groups"]
     assert (group["name"], group["trainings"], group["without_price"]) == ("bytelm", 2, 1)
     (row,) = csv.DictReader(file.read_text().splitlines())
-    assert float(row["price"]) == pytest.approx(22.4)
+    assert float(row["price"]) == pytest.approx(PAID)
     asked(state, "--csv", file)
     rows = {each["run_id"]: each for each in csv.DictReader(file.read_text().splitlines())}
     assert rows[NEW]["recovery_s"] == "500.0"
@@ -164,7 +165,7 @@ def test_what_the_page_shows_runs(state: Path, tmp_path: Path, monkeypatch: Any)
                          timeout=60, check=False)  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert "bytelm" in ran.stdout
-    assert "22.4" in ran.stdout
+    assert "22.58" in ran.stdout
 
 
 def test_the_base_install_shows_costs_and_names_the_extra_of_the_table(state: Path) -> None:

@@ -56,6 +56,20 @@ def test_a_range_is_read_into_the_callers_memory(store: ObjectStore) -> None:
     assert into == data[500_001:2_500_001]
 
 
+def test_a_store_counts_the_bytes_that_it_read(s3: RcloneS3, tmp_path: Path) -> None:
+    store = s3.store()
+    store.ensure_bucket("objects")
+    info = store.put_bytes("s3://objects/counted", b"x" * 1000)
+    assert store.read_bytes == 0
+    store.get_bytes(info.url)
+    store.download_file(info.url, tmp_path / "counted")
+    store.read_range_into(info.url, 900, memoryview(bytearray(100)), etag=info.etag)
+    reading = store.stream_range(info.url, 0, memoryview(bytearray(1000)), etag=None)
+    assert next(reading) == 1000
+    reading.close()  # as of a hedged request that another one overtook
+    assert store.read_bytes == 3100
+
+
 def test_a_replaced_object_is_source_changed_never_a_mix(store: ObjectStore) -> None:
     pinned = store.put_bytes("s3://objects/replaced", b"one one one")
     store.put_bytes(pinned.url, b"two two two")

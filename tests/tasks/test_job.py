@@ -151,6 +151,18 @@ def test_bytes_of_the_object_store_are_reported_while_it_trains() -> None:
     assert sum(each.bytes for each in last.checkpoints) == 8 * 50, "of those that are listed"
 
 
+def test_bytes_that_ranks_read_are_added_to_those_of_relays() -> None:
+    coordinator = Coordinator("mine")
+    with linked(run_of(coordinator), SPEC, JOB_ID) as link:
+        link.relayed(Moved.model_construct(origin_bytes=700, reused_result=False))
+        for step, read in ((1, 40), (2, 40), (3, 90)):  # of all ranks so far
+            data: dict[str, object] = {"read_bytes": read}
+            link.take(RankEvent(event="step", rank=0, attempt=1, step=step, data=data), 20)
+            own: dict[str, object] = {"read_bytes": 5}  # in the sum of rank 0
+            link.take(RankEvent(event="step", rank=1, attempt=1, step=step, data=own), 20)
+    assert coordinator.reports[-1].read_bytes == 790
+
+
 def test_steps_are_counted_once_and_their_time_by_class() -> None:
     times = StepTimes()
 

@@ -24,8 +24,10 @@ from paceline.errors import (
 from paceline.models import load_model, weights_digest
 from paceline.storage import ObjectStore
 from paceline.training.checkpoint import Generations
+from paceline.training.launcher import JobTracker, NodePool
 from paceline.training.loop import STOPPED_EXIT, StopFlag
-from tests.training.conftest import BUCKET, Camp
+from tests.jobs.test_cost import result
+from tests.training.conftest import BUCKET, SETTINGS, Camp
 
 
 def exported(camp: Camp, url: str, directory: Path) -> Path:
@@ -59,6 +61,33 @@ def test_training_lowers_the_loss_and_exports_a_loadable_model(camp: Camp, tmp_p
         "busy_seconds",
         "rss_peak_bytes",
     }
+
+
+def test_a_rank_reports_what_it_read_from_the_store(camp: Camp) -> None:
+    job = camp.job("counted", steps=8)
+    _, said = camp.run_alone(job)
+    first, last = said.of("resumed")[0].data["read_bytes"], said.of("step")[-1].data["read_bytes"]
+    assert 0 < first <= last
+    _, again = camp.run_alone(job)
+    saved = said.of("checkpoint")[-1].data["bytes"]
+    assert again.of("resumed")[0].data["read_bytes"] > saved, "the checkpoint that it resumed"
+
+
+def test_bytes_read_are_added_up_over_ranks_and_attempts(camp: Camp) -> None:
+    account, seen = JobTracker(camp.job("summed"), 0.0), []
+    for attempt in (1, 2):
+        account.begin(attempt, 2)
+        for rank, read in ((1, 30), (0, 100), (1, 50), (0, 120)):
+            line = {"event": "step", "rank": rank, "attempt": attempt, "step": attempt,
+                    "data": {"read_bytes": read}}  # fmt: skip
+            event = account.on_line(line, 1.0)
+            seen += [event.data["read_bytes"]] if event and rank == 0 else []
+    assert seen == [130, 170, 300, 340]
+    done = result().model_dump(mode="json", include={"steps", "first_loss", "final_loss",
+        "tokens_per_second", "data_wait_share", "checkpoint_stall_share", "export_url",
+        "weights_digest", "checkpoints", "config_digest"})  # fmt: skip
+    account.on_line({"event": "result", "rank": 0, "attempt": 2, "step": 2, "data": done}, 2.0)
+    assert account.result(3.0, NodePool(["node-0"], SETTINGS), 2).read_bytes == 340
 
 
 def test_zero_steps_export_the_base_unchanged(camp: Camp) -> None:

@@ -28,6 +28,7 @@ from paceline.text import shortened
 By = Literal["model", "job", "team", "project", "day"]
 HOUR_S = 3600.0
 GB = 1e9
+MONTH_S = 365.25 * 86_400 / 12
 
 
 def named_kind(kind: str, table: Iterable[str]) -> str | None:
@@ -54,12 +55,17 @@ def cost_of(training: TrainResult | TrainingUsage, prices: PriceSettings) -> Tra
     """Return what ``training`` cost.
 
     Accelerators are paid for the whole time for which the job held their nodes; its classes of time
-    share the price. Data that ranks read from the object store are not recorded.
+    share that price. What the kept checkpoints take is paid for as if they had taken it all along.
     """
     usage = training if isinstance(training, TrainingUsage) else TrainingUsage.of(training)
     hours = usage.seconds / HOUR_S
     hourly, kilowatts = _rates(usage.accelerators, prices, usage.node_share, usage.spot_share)
-    total = _product(hourly, hours)
+    machines = _product(hourly, hours)
+    egress = _product(usage.egress_bytes, prices.per_gb_egress, 1 / GB)
+    storage_a_month = _product(usage.checkpoint_bytes, prices.per_gb_month, 1 / GB)
+    kept_s = usage.seconds if usage.kept_s is None else usage.kept_s
+    storage = _product(storage_a_month, kept_s / MONTH_S)
+    total = None if machines is None else machines + (egress or 0.0) + (storage or 0.0)
     per_token = None if total is None or not usage.tokens else total / usage.tokens
     of_second = _product(hourly, 1 / HOUR_S)
     by_class = usage.by_class if of_second is not None else {}
@@ -73,8 +79,9 @@ def cost_of(training: TrainResult | TrainingUsage, prices: PriceSettings) -> Tra
         per_step=None if total is None or not usage.steps else total / usage.steps,
         per_1k_tokens=_product(per_token, 1000),
         per_epoch=_product(per_token, usage.epoch_tokens),
-        egress=_product(usage.egress_bytes, prices.per_gb_egress, 1 / GB),
-        storage_a_month=_product(usage.checkpoint_bytes, prices.per_gb_month, 1 / GB),
+        egress=egress,
+        storage=storage,
+        storage_a_month=storage_a_month,
         unknown=tuple(_unknown(usage, prices, kilowatts)),
     )
 
@@ -166,6 +173,8 @@ def grouped(costs: Sequence[TrainingCost], by: By) -> list[CostGroup]:
             energy_kwh=_known(each.energy_kwh for each in members),
             queue_hours=_known(_product(each.queue_s, 1 / HOUR_S) for each in members),
             price=_known(each.total for each in members),
+            egress=_known(each.egress for each in members),
+            storage=_known(each.storage for each in members),
             without_price=sum(each.total is None for each in members),
             estimate=next((e.estimate for e in members if e.estimate and by == "job"), None),
         )
@@ -268,7 +277,7 @@ def estimate(
     first = measured[0] if measured and not accelerators else None
     held = dict(first.accelerators if first else accelerators or {})
     node_share = first.node_share if first else None
-    spot_share = {"spot": 1.0, "on-demand": 0.0}.get(capacity, first and first.spot_share)
+    spot_share = {"spot": 1.0, "on-demand": 0.0}.get(capacity, first.spot_share if first else None)
     split = [each.by_class for each in measured if _in_steps(each.by_class)]
     idle = [each["idle"] for each in split] or [0.0]
     lost = [each["recovery"] / _in_steps(each) for each in split] or [0.0]

@@ -159,7 +159,8 @@ def attempts_of(job: TrainingJob, now: float) -> list[TrainingUsage]:
         report = report_of(job) if each.held_s is None else None
         moved = report or each
         # The checkpoints are the job's: an attempt goes on from those of the one before.
-        saved = job.report.checkpoints if job.report and each is job.usage[-1] else ()
+        newest = each is job.usage[-1]
+        saved = job.report.checkpoints if job.report and newest else ()
         found.append(
             TrainingUsage(
                 run_id=job.run_id,
@@ -182,7 +183,8 @@ def attempts_of(job: TrainingJob, now: float) -> list[TrainingUsage]:
                 egress_bytes=moved.read_bytes,
                 written_bytes=moved.written_bytes,
                 checkpoint_bytes=sum(one.bytes for one in saved) or None,
-                estimate=job.estimate if each is job.usage[-1] else None,
+                kept_s=each.since + held_s - job.usage[0].since if newest else None,
+                estimate=job.estimate if newest else None,
             )
         )
     return found
@@ -210,7 +212,7 @@ def _finished(attempt: TrainingUsage, result: TrainingUsage) -> TrainingUsage:
     """Return ``result`` as the attempt's: the nodes were held before and after its process."""
     own = (
         *("queued_job_id", "attempt", "state", "team", "project", "queue_s", "estimate"),
-        *("accelerators", "ranks", "node_share", "spot_share", "written_bytes"),
+        *("accelerators", "ranks", "node_share", "spot_share", "written_bytes", "kept_s"),
     )
     update = {name: getattr(attempt, name) for name in own}
     if attempt.egress_bytes is not None:

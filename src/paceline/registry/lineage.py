@@ -263,6 +263,7 @@ def training_metrics(result: TrainResult) -> list[MetricPoint]:
         "train/epoch_tokens": result.epoch_tokens,
         "train/epoch_bytes": result.epoch_bytes,
         "train/epoch_documents": result.epoch_documents,
+        "train/read_bytes": result.read_bytes,
         "train/checkpoint_bytes": sum(each.bytes for each in result.checkpoints),
     }
     if result.ledger is not None:
@@ -300,7 +301,8 @@ def training_usage(run: Mapping[str, Any]) -> TrainingUsage | None:
     (last,) = (int(each["step"]) for each in data["metrics"] if each["key"] == "train/seconds")
     began = figures.get("resumed_from_step")
     accounts = {key[5:]: value for key, value in figures.items() if key.startswith("time.")}
-    origin = [value for key, value in metrics.items() if key.endswith("/origin_bytes")]
+    read = ("/origin_bytes", "train/read_bytes")  # by relays of the run, by ranks
+    origin = [value for key, value in metrics.items() if key.endswith(read)]
     whole: dict[str, Any] = {
         name: None if (value := figures.get(name)) is None else round(value)
         for name in ("epoch_tokens", "checkpoint_bytes")

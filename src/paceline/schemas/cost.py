@@ -77,7 +77,9 @@ class TrainingUsage(Record):
     tokens_per_second: float | None = None  # of the whole gang
     epoch_tokens: int | None = None  # of one epoch of the data
     checkpoint_bytes: int | None = None  # of the generations that were kept
-    egress_bytes: int | None = None  # that relays of the same run read from the object store
+    # of the job so far, in which its checkpoints were kept; None: as long as this attempt ran
+    kept_s: float | None = Field(default=None, exclude_if=is_none)
+    egress_bytes: int | None = None  # that its ranks and relays read from the object store
     # as checkpoints to the object store, by this attempt, those that are gone too
     written_bytes: int | None = Field(default=None, exclude_if=is_none)
     queued_job_id: str = ""  # tj-…; "": no job of the queue is recorded for it
@@ -104,6 +106,7 @@ class TrainingUsage(Record):
             tokens_per_second=result.tokens_per_second,
             epoch_tokens=result.epoch_tokens,
             checkpoint_bytes=sum(each.bytes for each in result.checkpoints),
+            egress_bytes=result.read_bytes,
         )
 
     @property
@@ -124,11 +127,14 @@ class TrainingCost(TrainingUsage):
     accelerator_hours: float | None
     energy_kwh: float | None
     price_by_class: dict[str, float] = {}
-    total: float | None  # machines, and energy where it has a price of its own
+    # machines, energy where it has a price of its own, egress and storage where they have one;
+    # None: an accelerator has no price
+    total: float | None
     per_step: float | None
     per_1k_tokens: float | None
     per_epoch: float | None
-    egress: float | None  # besides the total
+    egress: float | None
+    storage: float | None = None  # of the checkpoints so far
     storage_a_month: float | None  # besides the total: of the checkpoints, as long as they are kept
     unknown: tuple[str, ...] = ()  # why a figure is missing, or is not exact
 
@@ -143,6 +149,8 @@ class CostGroup(Record):
     energy_kwh: float | None
     queue_hours: float | None = None  # that jobs waited; not paid for
     price: float | None  # None: no training of the group has a price
+    egress: float | None = None  # of this price, where it is known
+    storage: float | None = None  # likewise
     without_price: int  # trainings that ``price`` does not contain
     # of a job as it was submitted; None for other groups
     estimate: CostEstimate | None = Field(default=None, exclude_if=is_none)

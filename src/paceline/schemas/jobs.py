@@ -251,7 +251,7 @@ class JobReport(Record):
     # of this flow run so far: useful, data_wait, checkpoint, recovery
     seconds: dict[str, float] = Field(default={}, max_length=10)
     # of the object store, by this flow run so far; None: of an older version
-    read_bytes: Count | None = Field(default=None, exclude_if=is_none)  # by its relays
+    read_bytes: Count | None = Field(default=None, exclude_if=is_none)  # by its relays and ranks
     written_bytes: Count | None = Field(default=None, exclude_if=is_none)  # as checkpoints
     metrics: dict[str, float] = Field(default={}, max_length=100)  # of the last step
     checkpoints: tuple[JobCheckpoint, ...] = Field(default=(), max_length=32)  # newest last
@@ -306,7 +306,7 @@ class JobUsage(Record):
     began_step: int | None = Field(default=None, exclude_if=is_none)  # as its report says
     ended: JobState | None = None  # what the job became
     # of the object store, as its last report says; None: of an older version
-    read_bytes: Count | None = Field(default=None, exclude_if=is_none)  # by its relays
+    read_bytes: Count | None = Field(default=None, exclude_if=is_none)  # by its relays and ranks
     written_bytes: Count | None = Field(default=None, exclude_if=is_none)  # as checkpoints
     # of which its log is; "": it holds its hosts still (then it is the job's own), or had none
     flow_run_id: Text = Field(default="", max_length=64, exclude_if=is_empty)

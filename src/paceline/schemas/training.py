@@ -171,6 +171,8 @@ class TrainResult(Record):
     continues: Name | None = Field(default=None, exclude_if=is_none)  # the job that it went on from
     # of the nodes that the job held, by kind; "cpu" counts nodes without. Empty: not recorded
     accelerators: dict[str, int] = Field(default={}, exclude_if=is_empty)
+    # by its ranks, from the object store; None in a result of an older version
+    read_bytes: int | None = Field(default=None, exclude_if=is_none)
     tokens_per_step: float | None = Field(default=None, exclude_if=is_none)  # of the last attempt
     epoch_tokens: int | None = Field(default=None, exclude_if=is_none)  # of the training split
     epoch_bytes: int | None = Field(default=None, exclude_if=is_none)  # likewise, of its text

@@ -57,6 +57,8 @@ SILENT_ATTEMPTS = 3  # of a server that does not answer before anything moves
 class ObjectStore:
     """One S3 endpoint with one set of credentials."""
 
+    read_bytes = 0  # of objects, that arrived here
+
     def __init__(
         self,
         access: ObjectAccess | None = None,
@@ -277,7 +279,19 @@ class ObjectStore:
         _object(url)
         pinned = PinnedObject(url, etag, size, version_id)
         clients = self._client if on_failed is None else self._hasty, self._client
-        return stream_range(clients, self.endpoint_url, pinned, offset, view, on_socket, on_failed)
+        return self._counted(
+            stream_range(clients, self.endpoint_url, pinned, offset, view, on_socket, on_failed)
+        )
+
+    def _counted(self, reading: Iterator[int]) -> Iterator[int]:
+        """Yield what ``reading`` does, and count the bytes once it ends, however it does."""
+        done = 0
+        try:
+            for done in reading:
+                yield done
+        finally:
+            with self._lock:
+                self.read_bytes += done
 
     def upload_file(
         self,

@@ -192,7 +192,8 @@ def _row(each: TrainingCost) -> tuple[str, ...]:
     return (
         each.run_id, each.model_id, each.team, each.state or "succeeded", day_of(each),
         str(each.steps), duration(each.seconds),
-        held_text(each.accelerators, each.node_share), _share(each.useful_share), money(each.energy_kwh),
+        held_text(each.accelerators, each.node_share),
+        _share(each.useful_share), money(each.energy_kwh),
         money(each.total, missing), money(each.per_1k_tokens, missing),
     )  # fmt: skip
 
@@ -218,13 +219,16 @@ def _show_compared(attempts: Sequence[TrainingCost]) -> None:
 
 def _show_one(cost: TrainingCost) -> None:
     attempt = f", attempt {cost.attempt}: {cost.state}" if cost.queued_job_id else ""
+    held = held_text(cost.accelerators, cost.node_share)
     click.echo(f"{cost.run_id}: {cost.model_id}, {cost.job_id}{attempt}, {cost.steps} steps in "
-               f"{duration(cost.seconds)} on {held_text(cost.accelerators, cost.node_share)}")  # fmt: skip
+               f"{duration(cost.seconds)} on {held}")  # fmt: skip
     rows = [
         (CLASS_NAMES[name], f"{seconds:,.1f}", _share(seconds / (cost.seconds or 1.0)),
          money(cost.price_by_class.get(name), "no price"))
         for name, seconds in cost.by_class.items()
     ]  # fmt: skip
+    paid = {"egress": cost.egress, "checkpoints, kept so far": cost.storage}
+    rows += [(name, "", "", money(each)) for name, each in paid.items() if each is not None]
     rows.append(("all", f"{cost.seconds:,.1f}", _share(1.0), money(cost.total, "no price")))
     if cost.queue_s is not None:
         rows.append(("before: queue", f"{cost.queue_s:,.1f}", "", money(0.0)))

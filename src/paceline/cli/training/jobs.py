@@ -407,7 +407,7 @@ def _lines(view: JobView) -> list[str]:
         if report.read_bytes is not None:
             kept = sum(each.bytes for each in report.checkpoints)
             lines.append(
-                f"  store       {size(report.read_bytes)} read by relays, "
+                f"  store       {size(report.read_bytes)} read, "
                 f"{size(report.written_bytes or 0)} written, {size(kept)} kept as checkpoints"
             )
         if report.training_id:

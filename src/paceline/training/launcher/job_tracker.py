@@ -173,6 +173,7 @@ class JobTracker:
         self._result: RankEvent | None = None
         self._ledger = TimeAccounts(now)
         self._shards: dict[str, int] = {}
+        self._read: dict[tuple[int, int], int] = {}  # attempt, rank → bytes of the object store
         self._why: dict[str, str] = {}  # shard → reason of its quarantine
         self._stalled = self._waited = 0.0
         self.counted = 0  # failures that count as restarts, in this driver
@@ -207,7 +208,11 @@ class JobTracker:
         data: dict[str, Any] = event.data
         self._shards |= dict.fromkeys(data.get("quarantined_shards", ()), 1)  # from any rank
         self._why |= data.get("quarantined_why", {})
+        if isinstance(read := data.get("read_bytes"), int):
+            self._read[event.attempt, event.rank] = read  # of one process, so far
         if event.rank == 0:
+            if "read_bytes" in data:  # whoever follows the job reads the sum of all ranks there
+                data["read_bytes"] = sum(self._read.values())
             self._on_rank0_event(event, now)
         return event
 
@@ -394,6 +399,7 @@ class JobTracker:
                 "job_id": self._job.job_id,
                 "restarts": [each.model_dump() for each in self._restarts],
                 "seconds": now - self._started,
+                "read_bytes": sum(self._read.values()),
                 "skipped_batches": sorted(self.skipped),
                 "ranks": ranks,
                 "ledger": self._ledger.finished(now).model_dump(),

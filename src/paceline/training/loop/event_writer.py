@@ -22,6 +22,7 @@ from paceline.errors import InvalidInput
 from paceline.schemas import RankEvent
 
 if TYPE_CHECKING:
+    from paceline.storage import ObjectStore
     from paceline.training.checkpoint import Checkpointer
     from paceline.training.loop.loop import Progress, StepReport
     from paceline.training.metrics import Exporter
@@ -230,7 +231,9 @@ class StepReporter:
         rank: int,
         stream: HasQuarantine,
         exporter: Exporter,
+        store: ObjectStore,
     ) -> None:
+        self._store = store
         self._exporter = exporter
         self._events = events
         self._saver = saver
@@ -253,6 +256,7 @@ class StepReporter:
             "waited_s": self._progress.data_wait_s,
             "stalled_s": self._progress.stall_s,
             "checkpoints_put_off": self._saver.postponed,
+            "read_bytes": self._store.read_bytes,
         }
         data |= self._news.of(self._stream.quarantined)
         if raised := self._saver.alerts[self._alerts :]:

@@ -193,12 +193,20 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
         resumed_from = progress.step
         follow(optimizer, progress.step)
         exporter = stack.enter_context(setup.exporter_of(its, place.rank))
-        events.emit("resumed", progress.step, position=position, metrics_port=exporter.port)
+        events.emit(
+            "resumed",
+            progress.step,
+            position=position,
+            metrics_port=exporter.port,
+            read_bytes=its.store.read_bytes,
+        )
 
         checkpointer = setup.checkpointer_of(its, state, environment)
         stack.callback(checkpointer.close)
         stream = stack.enter_context(its.stream(mesh.data_rank, mesh.data_world, position))
-        step_reporter = StepReporter(events, checkpointer, progress, place.rank, stream, exporter)
+        step_reporter = StepReporter(
+            events, checkpointer, progress, place.rank, stream, exporter, its.store
+        )
         stop.listening = True
         events.enter("first step", progress.step)  # slower: it builds buckets and fetches shards
         train(

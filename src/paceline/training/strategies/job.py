@@ -301,7 +301,7 @@ class _ServingRank:
             saver = checkpointer_of(its, self._state, environment)
             stack.callback(saver.close)
             evaluation, held_out = _Evaluation(its, server, events), dict[str, float]()
-            reporter = StepReporter(events, saver, progress, 0, policy, exporter)
+            reporter = StepReporter(events, saver, progress, 0, policy, exporter, its.store)
 
             def on_step(report: StepReport) -> None:
                 nonlocal held_out
@@ -318,8 +318,10 @@ class _ServingRank:
                 return self._stop()
 
             position = position_of(server.ledger, self._workers)
-            port = exporter.port
-            events.emit("resumed", resumed_from, position=position, metrics_port=port)
+            port, read_bytes = exporter.port, its.store.read_bytes
+            events.emit(
+                "resumed", resumed_from, position=position, metrics_port=port, read_bytes=read_bytes
+            )
             policy.attach(saver, server.ledger, learner.rate, on_step)
             server.open()
             self._stop.listening = True
@@ -432,7 +434,7 @@ def _work(
             if now - reported_at >= FOLLOWER_REPORT_S or quarantine.any_in(bad):
                 reported_at = now
                 data = {"loss": report.loss, "share": share, **figures, **quarantine.of(bad)}
-                events.emit("step", task.sequence, **data)
+                events.emit("step", task.sequence, **data, read_bytes=its.store.read_bytes)
 
         def on_frame() -> None:  # a live server resets the deadline of the step
             if worker.staleness:
