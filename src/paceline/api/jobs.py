@@ -39,6 +39,7 @@ from paceline.errors import (
 )
 from paceline.jobs import (
     JobTable,
+    RecentCosts,
     Request,
     budget_reason,
     changed,
@@ -104,6 +105,12 @@ def _add_submitting(
     table: JobTable,
     shown: ShownJob,
 ) -> None:
+    recent = RecentCosts(table.jobs, runtime)
+
+    def estimated(job: TrainingJob) -> TrainingJob:
+        guess = _estimate(job.spec, runtime, recent(), coordinator)
+        return job.model_copy(update={"estimate": guess})
+
     @router.post(JOBS, status_code=201)
     def submit_job(call: SubmitJob, key: Key = None) -> JobView:
         """Queue a training job. The same Idempotency-Key and body again return the same job; an
@@ -117,8 +124,7 @@ def _add_submitting(
         job = _new_job(_with_owner(call), new_run_id(), key)
         if key is None or not any(each.job_id == job.job_id for each in table.jobs()):
             _require_possible(job, runtime, coordinator)
-            guess = _estimate(job.spec, runtime, table, coordinator)
-            job = job.model_copy(update={"estimate": guess})
+            job = estimated(job)
         return shown(table.add(job))
 
     @router.post(f"{JOBS}/adopt", status_code=201)
@@ -136,6 +142,8 @@ def _add_submitting(
                 "attempt": 1,
             }
         )  # fmt: skip
+        if all(each.job_id != job.job_id for each in table.jobs()):
+            job = estimated(job)
         return shown(table.add(job))
 
     @router.post(f"{JOBS}/{{job_id}}/report")
@@ -281,17 +289,16 @@ def _with_budget(job: TrainingJob, budget: float) -> TrainingJob:
 
 
 def _estimate(
-    spec: SubmitJob, runtime: Runtime, table: JobTable, coordinator: Coordinator
+    spec: SubmitJob, runtime: Runtime, earlier: TrainingCosts, coordinator: Coordinator
 ) -> CostEstimate | None:
-    """Return what the job would take and cost by what earlier ones did, else by the model of a
+    """Return what the job would take and cost by what ``earlier`` ones did, else by the model of a
     step; None: nothing says it."""
     profile = runtime.profile
     settings = with_job_settings(profile, spec.settings).training
-    usages = training_costs(table.jobs(), runtime, time.time()).usages
     hosts = hosts_of(coordinator.read(lambda state: state.fleet.workers()), settings)
-    return estimate_like(spec.model_id, settings, profile.prices, usages) or estimate_submitted(
-        spec, {each.kind for each in hosts}, runtime
-    )
+    return estimate_like(
+        spec.model_id, settings, profile.prices, earlier.usages, spec.resources.capacity
+    ) or estimate_submitted(spec, {each.kind for each in hosts}, runtime)
 
 
 def _new_job(spec: SubmitJob, run_id: str, key: str | None) -> TrainingJob:

@@ -431,7 +431,7 @@ class PriceSettings(Settings):
     # of every price below; shown beside costs, never converted
     currency: str = Field(default="EUR", min_length=1, max_length=12)
     per_hour: dict[str, Price] = {}  # of one accelerator, by kind; its share of the node included
-    spot_factor: float = Field(default=1.0, gt=0, le=1)  # of these prices, on a fleet of spot nodes
+    spot_factor: float = Field(default=1.0, gt=0, le=1)  # of these prices, on spot nodes
     watts: dict[str, Price] = {}  # of one accelerator with its share of the node, by kind
     per_kwh: Price | None = None  # besides the prices per hour: leave it out where they include it
     per_gb_egress: Price | None = None  # of 10**9 bytes that leave the object store

@@ -50,6 +50,7 @@ from .placement import (
 )
 from .preemption import Reservation as Reservation
 from .recorded_costs import (
+    RecentCosts as RecentCosts,
     costs_of_installation as costs_of_installation,
     estimate_like as estimate_like,
     training_costs as training_costs,

@@ -6,7 +6,10 @@ MLflow alone. Imports neither MLflow nor pandas.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable
+from time import monotonic
 
 from paceline.client import CoordinatorClient
 from paceline.config import PriceSettings, Runtime, TrainingSettings
@@ -17,6 +20,7 @@ from paceline.registry import Registry
 from paceline.schemas import CostEstimate, TrainingCosts, TrainingJob, TrainingUsage
 
 MOST_ROWS = 20_000  # in one answer
+RECENT_S = 60.0
 
 
 def training_costs(jobs: Iterable[TrainingJob], runtime: Runtime, now: float) -> TrainingCosts:
@@ -40,6 +44,24 @@ def training_costs(jobs: Iterable[TrainingJob], runtime: Runtime, now: float) ->
         without_result=sum(each not in of_jobs for each in without),
         notes=notes,
     )
+
+
+class RecentCosts:
+    """``training_costs`` of at most RECENT_S ago, for estimates: all of MLflow is not read for each
+    of many submissions, nor waited for each time where it does not answer. Threads may share it."""
+
+    def __init__(self, jobs: Callable[[], Iterable[TrainingJob]], runtime: Runtime) -> None:
+        self._jobs, self._runtime = jobs, runtime
+        self._lock = threading.Lock()
+        self._costs: TrainingCosts | None = None
+        self._read_s = 0.0
+
+    def __call__(self) -> TrainingCosts:
+        with self._lock:
+            if self._costs is None or monotonic() - self._read_s >= RECENT_S:
+                self._costs = training_costs(self._jobs(), self._runtime, time.time())
+                self._read_s = monotonic()
+            return self._costs
 
 
 def costs_of_installation(runtime: Runtime) -> TrainingCosts:
