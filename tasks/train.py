@@ -149,7 +149,8 @@ def _worked(run: Run, job: TrainJob, asked: TrainingSettings, known: Sequence[No
         while result is None:
             result = _train_on_hosts(run, job, asked, known, figures)
     _report(run, result)
-    record_result(run.registry, run.mlflow_run, result, run.runtime.profile.prices)
+    held = None if run.job is None else run.job.held
+    record_result(run.registry, run.mlflow_run, result, run.runtime.profile.prices, held)
     return result
 
 

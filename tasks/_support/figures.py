@@ -26,7 +26,15 @@ from paceline.registry import (
     cost_metrics,
     lineage,
 )
-from paceline.schemas import RankEvent, SweepShown, TrainJob, TrainResult, digest_of
+from paceline.schemas import (
+    JobUsage,
+    RankEvent,
+    SweepShown,
+    TrainingUsage,
+    TrainJob,
+    TrainResult,
+    digest_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -144,9 +152,14 @@ def record_result(
     mlflow_run: str,
     result: TrainResult,
     prices: PriceSettings = PriceSettings(),  # noqa: B008 (frozen)
+    held: JobUsage | None = None,
 ) -> None:
-    """Log how ``result``'s training ended, and what it cost."""
-    points = lineage.training_metrics(result) + cost_metrics(cost_of(result, prices))
+    """Log how ``result``'s training ended, and what it cost; ``held`` is what its job held."""
+    usage = TrainingUsage.of(result)
+    if held is not None:
+        shares = {"node_share": held.node_share, "spot_share": held.spot_share}
+        usage = usage.model_copy(update=shares)
+    points = lineage.training_metrics(result) + cost_metrics(cost_of(usage, prices))
     registry.log_metrics(mlflow_run, points)
     if result.accelerators:
         registry.log_tags(mlflow_run, {TAG_ACCELERATORS: json.dumps(result.accelerators)})

@@ -28,6 +28,7 @@ from paceline.schemas import (
     JobRank,
     JobReport,
     JobState,
+    JobUsage,
     Moved,
     RankEvent,
     SubmitJob,
@@ -103,6 +104,7 @@ class JobLink:
         self._run, self._spec = run, spec
         self.job_id = job_id
         self.placement: JobPlacement | None = None  # that the queue has reserved
+        self.held: JobUsage | None = None  # of that, as the queue counts it
         self.user = spec.team or "default", spec.project  # for whom it trains: team, project
         self.sweep = ""  # the run id of the sweep whose trial it is
         self.on_admission: Callable[[], object] = lambda: None  # before a node is busy
@@ -168,6 +170,7 @@ class JobLink:
                     self._facts |= {"read_bytes": 0, "written_bytes": 0}
                     self._ranks_read = 0
                 self.preempted.clear()
+                self.held = job.usage[-1] if job.usage else None
                 return job.placement
             if job is not None and (job.state.is_final or job.wanted == "cancel"):
                 kind = Cancelled if job.state is JobState.CANCELLED else Conflict
@@ -203,6 +206,7 @@ class JobLink:
                 raise Cancelled("the job is cancelled", where=job.job_id)
             if job.flow_run_id == self._flow_run_id and job.placement is not None:
                 self.placement = job.placement
+                self.held = job.usage[-1] if job.usage else None
                 self.user = job.spec.team, job.spec.project
                 self.sweep = job.spec.sweep
                 self._begin()

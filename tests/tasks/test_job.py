@@ -12,12 +12,14 @@ import httpx
 import pytest
 
 from paceline.client import raised
+from paceline.config import PriceSettings
 from paceline.errors import Conflict, TemporaryError
 from paceline.schemas import (
     AdoptJob,
     JobPlacement,
     JobReport,
     JobState,
+    JobUsage,
     Moved,
     RankEvent,
     SubmitJob,
@@ -25,7 +27,9 @@ from paceline.schemas import (
     new_run_id,
 )
 from paceline.tasks._support import cancelling, job as job_module
+from paceline.tasks._support.figures import record_result
 from paceline.tasks._support.job import StepTimes, linked
+from tests.jobs.test_cost import result
 from tests.support.stack import wait_until
 
 JOB_ID = "tj-0123456789ab"
@@ -161,6 +165,22 @@ def test_bytes_that_ranks_read_are_added_to_those_of_relays() -> None:
             own: dict[str, object] = {"read_bytes": 5}  # in the sum of rank 0
             link.take(RankEvent(event="step", rank=1, attempt=1, step=step, data=own), 20)
     assert coordinator.reports[-1].read_bytes == 790
+
+
+def test_mlflow_has_the_price_of_the_nodes_that_the_queue_counted() -> None:
+    coordinator, logged = Coordinator("mine"), dict[str, float]()
+    held = JobUsage(attempt=1, accelerators={"cpu": 2}, since=1.0, node_share=0.5, spot_share=0.0)
+    coordinator.job = coordinator.job.model_copy(update={"usage": (held,)})
+    with linked(run_of(coordinator), SPEC, JOB_ID) as link:
+        assert link.held == held
+    registry: Any = SimpleNamespace(
+        log_metrics=lambda _, points: logged.update({each.key: each.value for each in points}),
+        log_tags=lambda *_: None,
+        log_artifact_text=lambda *_: None,
+    )
+    prices = PriceSettings(per_hour={"cpu": 3.0}, spot_factor=0.1)
+    record_result(registry, "run", result(accelerators={"cpu": 2}), prices, held)
+    assert logged["cost/total"] == pytest.approx(3.0)
 
 
 def test_steps_are_counted_once_and_their_time_by_class() -> None:
