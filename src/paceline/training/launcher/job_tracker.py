@@ -211,7 +211,7 @@ class JobTracker:
         if isinstance(read := data.get("read_bytes"), int):
             self._read[event.attempt, event.rank] = read  # of one process, so far
         if event.rank == 0:
-            if "read_bytes" in data:  # whoever follows the job reads the sum of all ranks there
+            if "read_bytes" in data:  # those of rank 0 carry the sum of all ranks
                 data["read_bytes"] = sum(self._read.values())
             self._on_rank0_event(event, now)
         return event
