@@ -89,6 +89,7 @@ def train(
         inputs["task"] = task.model_dump(mode="json")
     if purpose != label:  # otherwise the snapshot's digest covers it
         inputs["purpose"] = purpose
+    facts = base_facts(published_url(run, manifest.model_id, manifest.version), run.store)
     data = profile.data.model_copy(update={"project": snapshot["project"], "expectations": ""})
     job = with_derived_id(
         TrainJob(
@@ -98,6 +99,7 @@ def train(
             version=manifest.version,
             manifest_digest=manifest.digest,
             base_bytes=manifest.total_size,
+            base_parameters=0 if facts is None else facts.parameters,
             snapshot_url=snapshot["url"],
             snapshot_digest=snapshot["digest"],
             purpose=purpose,

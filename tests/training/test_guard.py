@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from paceline.config import GuardSettings, TrainingSettings
+from paceline.config import GuardSettings, LoraSettings, MeshSettings, TrainingSettings
 from paceline.errors import CorruptData, TrainingFailed
 from paceline.training import Deadlines
 from paceline.training.loop import BadStep, StepGuard, Verdict
@@ -108,9 +108,41 @@ def test_a_slow_model_has_longer_steps_and_a_large_one_a_longer_start() -> None:
     assert found == [1800, 60, 200, 1800], "without a step before it, the longest"
     for given in (8, 600):
         assert Deadlines(step_s=given).of("step", 1.0) == given, "rare long steps are allowed"
-    large: Any = SimpleNamespace(settings=TrainingSettings(), base_bytes=140_000_000_000)
+    adapted = TrainingSettings(lora=LoraSettings())
+    large: Any = SimpleNamespace(settings=adapted, base_bytes=140_000_000_000)
     its = Deadlines.of_job(large)
     assert (its.of("loading"), its.of("first step"), its.of("saving")) == (2000, 2000, 2000)
     older = {"compile": True, "guard": {"start_deadline_s": 120}}
     large.settings, large.base_bytes = TrainingSettings.model_validate(older), 0
+    large.base_parameters = 0
     assert Deadlines.of_job(large).of("first step") == 600, "it compiles"
+
+
+@pytest.mark.parametrize(
+    ("changes", "gigabytes"),
+    [
+        ({"ranks": 8, "ranks_per_node": 8}, 84),
+        ({"ranks": 8, "ranks_per_node": 8, "optimizer": "muon", "ema": {}}, 84),
+        ({"ranks": 8, "ranks_per_node": 8, "optimizer_ref": "m:f"}, 84),
+        ({"ranks": 32, "ranks_per_node": 8}, 21),  # each node writes its share
+        ({"ranks": 32, "ranks_per_node": 8, "lora": {}}, 14),  # merged and exported by one
+    ],
+)
+def test_a_save_has_time_for_the_state_and_not_the_files(
+    changes: dict[str, Any], gigabytes: int
+) -> None:
+    settings = TrainingSettings.model_validate(changes)
+    bf16: Any = SimpleNamespace(
+        settings=settings, base_bytes=14_000_000_000, base_parameters=7_000_000_000
+    )
+    assert Deadlines.of_job(bf16).of("saving") == 600 + gigabytes * 10
+    bf16.base_parameters = 0  # of an older version
+    assert Deadlines.of_job(bf16).of("saving") == 600 + gigabytes * 10
+
+
+def test_a_start_has_time_for_a_checkpoint_that_each_node_reads() -> None:
+    job: Any = SimpleNamespace(base_bytes=14_000_000_000, base_parameters=7_000_000_000)
+    job.settings = TrainingSettings(ranks=32, ranks_per_node=8)
+    assert Deadlines.of_job(job).of("resuming") == 600 + 140 + 840
+    job.settings = job.settings.model_copy(update={"mesh": MeshSettings(shard=32)})
+    assert Deadlines.of_job(job).of("resuming") == 600 + 140 + 210

@@ -146,13 +146,14 @@ class GuardSettings(Settings):
     min_ranks: int = Field(default=0, ge=0)  # fewer than ``ranks``: continue with the rest; 0: all
     spares: int = Field(default=0, ge=0)  # standby ranks, started and kept warm
     failures_per_host: int = Field(default=2, ge=1)  # then the host is excluded
-    # each part of a start takes this at most, the first step too; and 1 s for 100 MB of the base
+    # Each part of a start takes this at most, the first step too; and 1 s for 100 MB of the base
+    # and of the state that a node may read.
     start_deadline_s: float = Field(default=600.0, gt=0)
     # a rank whose step takes longer hangs: the gang restarts; None: 20 times the slowest of the
     # newest steps, 60 s to half an hour
     step_deadline_s: float | None = Field(default=None, gt=0)
-    # a save, export or evaluation hangs that takes longer, and 1 s for 100 MB of the base: the gang
-    # restarts
+    # A save, export or evaluation hangs that takes longer, and 1 s for 100 MB of the base or, where
+    # that is more, of the state that a node writes: the gang restarts.
     checkpoint_deadline_s: float = Field(default=600.0, gt=0)
     # From a preemption notice to the ranks' end. Clouds and Kubernetes kill 30 s after the notice,
     # which is seen at most 2 s late; the rest is for finishing a step and ending processes.
@@ -212,6 +213,9 @@ class GroupSettings(Settings):
     optimizer: Literal["adamw"] | None = None  # with muon: adamw for matrices that it would take
 
 
+MOMENTS = {"adamw": 2, "muon": 1, "sgd": 0}  # that an optimiser keeps of each weight, at least
+
+
 class TrainingSettings(Settings):
     """The training job."""
 
@@ -261,6 +265,20 @@ class TrainingSettings(Settings):
     synchrony: SynchronySettings = SynchronySettings()
     checkpoints: CheckpointSettings = CheckpointSettings()
     guard: GuardSettings = GuardSettings()
+
+    def state_bytes(self, parameters: int, *, own_moments: int = MOMENTS["adamw"]) -> int:
+        """Return the bytes of the state that a checkpoint holds of ``parameters`` trained weights:
+        themselves, their moments and their average, in float32 whatever the base's files have.
+
+        ``own_moments``: of ``optimizer_ref``, whose state is not known before a step.
+        """
+        moments = own_moments if self.optimizer_ref else MOMENTS[self.optimizer]
+        return parameters * self.weight_bytes * (1 + moments + (self.ema is not None))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of one weight in a rank's memory."""
+        return 8 if self.precision == "float64" else 4
 
     @model_validator(mode="after")
     def _early_stopping_has_evaluations(self) -> TrainingSettings:

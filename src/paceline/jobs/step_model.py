@@ -28,7 +28,6 @@ SYNCS = 3  # all-reduces of a few numbers a step: norm, loss and flags, rows or 
 # Bytes that an update reads and writes of one parameter: AdamW reads weight, gradient and two
 # moments and writes all but the gradient; SGD has no moments. In units of a weight.
 UPDATE = {"adamw": 7, "muon": 7, "sgd": 3}
-MOMENTS = {"adamw": 2, "muon": 1, "sgd": 0}  # kept of each parameter
 
 
 @dataclass(frozen=True)
@@ -298,7 +297,7 @@ class StepModel:
         return {
             "parameters": own,
             "gradients": own,
-            "optimizer": own * (MOMENTS[settings.optimizer] + (settings.ema is not None)),
+            "optimizer": own * (settings.state_bytes(1) / settings.weight_bytes - 1),
             "gathered": self._gathered(blocks, block, rest),
             "activations": min(in_flight, self.passes) * tokens * layers + logits,
         }

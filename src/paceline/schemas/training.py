@@ -36,6 +36,7 @@ class TrainJob(Record):
     version: Name  # the base: loaded from the rank's own node, <store>/models/<model_id>/<version>
     manifest_digest: Sha256
     base_bytes: int = Field(default=0, ge=0, exclude_if=is_empty)  # 0: not known
+    base_parameters: int = Field(default=0, ge=0, exclude_if=is_empty)  # 0: not known
     snapshot_url: str
     snapshot_digest: Sha256
     purpose: str

@@ -5,6 +5,7 @@ They do not change what a training learns. Does not import torch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from paceline.schemas import TrainJob
@@ -14,7 +15,7 @@ SLOWER = 20  # times the slowest of the newest steps: one that takes longer hang
 STEP_AT_LEAST_S = 60.0
 STEP_AT_MOST_S = 1800.0
 COMPILE_START_S = 600.0  # of the first step, at the least, where it compiles the model
-BASE_BYTES_S = 100e6  # of the base model's files: a slow disk, or object store
+BYTES_S = 100e6  # of the base model's files and of checkpoints: a slow disk, or object store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +28,19 @@ class Deadlines:
 
     @classmethod
     def of_job(cls, job: TrainJob) -> Deadlines:
-        """Return the deadlines of ``job``: a larger base takes longer to read and write."""
-        guard, margin_s = job.settings.guard, job.base_bytes / BASE_BYTES_S
-        least_s = COMPILE_START_S if job.settings.compile else 0.0
+        """Return the deadlines of ``job``: a larger model takes longer to read and write."""
+        settings, guard = job.settings, job.settings.guard
+        least_s = COMPILE_START_S if settings.compile else 0.0
+        state_bytes, each = state_bytes_of(job), settings.ranks_per_node
+        # A node reads its ranks' parts, of a replica on one node the whole; all nodes write.
+        readers = settings.mesh.ranks_per_replica // each if each else 1
+        writers = math.ceil(settings.ranks / each) if each else 1
+        read_bytes = job.base_bytes + state_bytes // max(1, readers)
+        written_bytes = max(job.base_bytes, state_bytes // writers)  # an export, a save
         return cls(
-            start_s=max(guard.start_deadline_s, least_s) + margin_s,
+            start_s=max(guard.start_deadline_s, least_s) + read_bytes / BYTES_S,
             step_s=guard.step_deadline_s,
-            checkpoint_s=guard.checkpoint_deadline_s + margin_s,
+            checkpoint_s=guard.checkpoint_deadline_s + written_bytes / BYTES_S,
         )
 
     def of(self, phase: str, slowest_s: float = 0.0) -> float:
@@ -45,6 +52,18 @@ class Deadlines:
         if self.step_s is not None or not slowest_s:
             return self.step_s or STEP_AT_MOST_S
         return min(STEP_AT_MOST_S, max(STEP_AT_LEAST_S, SLOWER * slowest_s))
+
+
+def state_bytes_of(job: TrainJob) -> int:
+    """Return the bytes of one of the job's checkpoints; 0: unknown, or of adapters alone, which
+    are less than the base."""
+    settings = job.settings
+    if settings.lora is not None:
+        return 0
+    if settings.code_ref:
+        return settings.state_bytes((job.task and job.task.parameters) or 0)
+    # A job of an older version has no count: its files may be bfloat16.
+    return settings.state_bytes(job.base_parameters or job.base_bytes // 2)
 
 
 def slowest_step_s(before_s: float, took_s: float) -> float:

@@ -17,6 +17,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -43,7 +44,13 @@ from paceline.errors import (
     StateLocked,
 )
 from paceline.extras import require_extras
-from paceline.models import TOKENIZER_FILE, ModelConfig, is_pretrained, read_config
+from paceline.models import (
+    TOKENIZER_FILE,
+    ModelConfig,
+    is_pretrained,
+    read_config,
+    stored_tensors,
+)
 from paceline.schemas import (
     RankEvent,
     TaskSize,
@@ -177,7 +184,8 @@ def prepare(asked: TrainingRequest, run_id: str | None = None) -> TrainJob:
     snapshot = _snapshot(asked, output, store)
     manifest_digest = _base(asked, runtime, snapshot, pretrained)
     settings = asked.profile.training
-    require_memory(settings, _weights_bytes(runtime), free_memory_bytes())
+    weights_bytes, parameters = _base_size(runtime)
+    require_memory(settings, parameters, free_memory_bytes())
     job = TrainJob(
         job_id="job",
         run_id=run_id or new_run_id(),
@@ -185,7 +193,8 @@ def prepare(asked: TrainingRequest, run_id: str | None = None) -> TrainJob:
         model_id=MODEL,
         version=VERSION,
         manifest_digest=manifest_digest,
-        base_bytes=_weights_bytes(runtime),
+        base_bytes=weights_bytes,
+        base_parameters=parameters,
         snapshot_url=snapshot.url,
         snapshot_digest=snapshot.digest,
         purpose=asked.profile.data.purpose,
@@ -445,9 +454,13 @@ def _base(
     return manifest.digest
 
 
-def _weights_bytes(runtime: Runtime) -> int:
+def _base_size(runtime: Runtime) -> tuple[int, int]:
+    """Return bytes and parameters of the base's files; (0, 0) for a model of user code."""
     directory = runtime.node_dir(WORKER) / "store" / "models" / MODEL / VERSION
-    return sum(each.stat().st_size for each in directory.glob("*.safetensors"))
+    if runtime.profile.training.code_ref:
+        return 0, 0
+    parameters = sum(prod(each.shape) for each in stored_tensors(directory).values())
+    return sum(each.stat().st_size for each in directory.glob("*.safetensors")), parameters
 
 
 def write_new_model(profile: Profile, snapshot: Snapshot, directory: Path) -> None:

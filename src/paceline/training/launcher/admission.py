@@ -146,16 +146,17 @@ RANK_BYTES = 26 * MIB  # private memory of a rank forked from a launcher with to
 LAUNCHER_BYTES = 200 * MIB
 
 
-def require_memory(settings: TrainingSettings, weights_bytes: int, free_bytes: int | None) -> None:
+def require_memory(settings: TrainingSettings, parameters: int, free_bytes: int | None) -> None:
     """Raise InvalidInput where ``settings.ranks`` ranks on one machine need over ``free_bytes``.
 
-    None means unknown and passes; ``weights_bytes`` is the whole model's size, 0 if unknown.
+    None means unknown and passes; ``parameters`` are the whole model's, 0 if unknown.
     """
-    # weights, gradients, moments: AdamW has two, Muon one of its matrices
-    known = {"adamw": 4, "muon": 3} if not settings.optimizer_ref else {}
-    copies = known.get(settings.optimizer, 2) + (settings.ema is not None)
-    copies = copies + (settings.dpo is not None) if settings.lora is None else 1
-    share = weights_bytes * copies // settings.mesh.ranks_per_replica
+    weights = parameters * settings.weight_bytes
+    whole = weights  # that adapters are beside
+    if settings.lora is None:  # and gradients, and the reference of pairs
+        whole = settings.state_bytes(parameters, own_moments=0)
+        whole += weights * (1 + (settings.dpo is not None))
+    share = whole // settings.mesh.ranks_per_replica
     needed = LAUNCHER_BYTES + settings.ranks * (share + RANK_BYTES)
     if free_bytes is None or needed <= free_bytes:
         return
