@@ -76,6 +76,15 @@ def train_model(
         about("Continue from", "The last checkpoint of this finished job.", "job-4be1c2a09f3d"),
     ] = None,
     code_ref: CodeRef = "",
+    optimizer_ref: Annotated[
+        str,
+        about(
+            "Optimiser",
+            "A pinned function of the profile's security.code_sources that makes the optimiser; "
+            "default: the profile's.",
+            "git+https://host/repository.git@COMMIT#lion:make",
+        ),
+    ] = "",
     team: Team = "",
     project: Project = "",
     purpose: Purpose = "",
@@ -132,6 +141,7 @@ def train_model(
         version=version,
         data_snapshot=snapshot_url,
         code_ref=code_ref,
+        optimizer_ref=optimizer_ref,
         resources=resources,
         checkpoint_policy=checkpoint_policy,
         parameters=(settings or {}) | given,
@@ -158,7 +168,7 @@ def train_model(
         snapshot = permitted()
         link.on_admission = permitted  # hours may pass until then: a rule may have been revoked
         require_own_expectations(run, snapshot_url)
-        profile = profile_of(run, given, continue_from, code_ref)
+        profile = profile_of(run, given, continue_from, code_ref, optimizer_ref)
         profile = exporting(run, profile, given, model_id, version)
         if evaluate_on:
             base_url = published_url(run, model_id, version)
@@ -186,6 +196,7 @@ def train_model(
             labels=labels,
             continue_from=continue_from,
             code_ref=code_ref,
+            optimizer_ref=optimizer_ref,
             purpose=purpose,
         )
         assert trained.training_digest is not None  # the stage has recorded it

@@ -60,18 +60,20 @@ def train(
     labels: str = "true",
     continue_from: str | None = None,
     code_ref: str = "",
+    optimizer_ref: str = "",
     purpose: str = "",
 ) -> Trained:
     """Fine-tune ``manifest``'s model on ``snapshot`` as the profile says, but for the settings in
     ``own``. Resumes the newest healthy checkpoint where the same job was interrupted.
     ``purpose`` is what the data are used for, which the caller has checked; "": the profile's.
     ``continue_from`` is the id of a finished job to go on from, with the settings that it had but
-    for ``own``: more steps, or another learning rate. ``code_ref`` is the training's own code.
+    for ``own``: more steps, or another learning rate. ``code_ref`` and ``optimizer_ref`` are the
+    training's own code.
     What is not in the ledger waits for its job to be admitted, where the flow has one.
 
     Raises TrainingFailed when the gang used up its restarts.
     """
-    asked = profile_of(run, own, continue_from, code_ref)
+    asked = profile_of(run, own, continue_from, code_ref, optimizer_ref)
     profile = exporting(run, asked, own, manifest.model_id, manifest.version)
     export_changes(run, asked, profile)
     purpose = purpose or run.runtime.profile.data.purpose
@@ -221,15 +223,20 @@ def _bring_base(run: Run, job: TrainJob, hosts: list[str]) -> None:
 
 
 def profile_of(
-    run: Run, own: Mapping[str, object], continue_from: str | None, code_ref: str
+    run: Run,
+    own: Mapping[str, object],
+    continue_from: str | None,
+    code_ref: str,
+    optimizer_ref: str,
 ) -> Profile:
     """Return the profile of one training; the arguments are those of ``train``."""
+    from paceline.training.user_code import with_code
+
     profile = run.runtime.profile
     if continue_from:
         earlier = earlier_job(run.runtime.checkpoints_url, continue_from, run.store)
         profile = _as_it_was(profile, earlier)
-    profile = with_job_settings(profile, own)
-    return _with_code(profile, code_ref) if code_ref else profile
+    return with_code(with_job_settings(profile, own), code_ref, optimizer_ref)
 
 
 def exporting(
@@ -268,16 +275,6 @@ def require_base(
         snapshot = load_snapshot(snapshot_url, run.store)
         check_base(url, run.store, training, data, context, snapshot)
         run.checked.add(asked)
-
-
-def _with_code(profile: Profile, code_ref: str) -> Profile:
-    """Return ``profile`` with the training's own code; raises AccessDenied for code that the
-    installation does not allow, InvalidInput for a reference that is not pinned."""
-    from paceline.training.user_code import parse, require_allowed
-
-    require_allowed(parse(code_ref), profile.security.code_sources)
-    training = profile.training.model_copy(update={"code_ref": code_ref})
-    return profile.model_copy(update={"training": training})
 
 
 def _as_it_was(profile: Profile, earlier: TrainJob) -> Profile:

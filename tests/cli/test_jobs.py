@@ -169,6 +169,7 @@ def test_what_was_submitted_is_shown(served: Served) -> None:
     job_id = adopt(
         served, resources={"ranks": 1, "within": "rack"}, seed=0, purpose="research",
         project="q3", code_ref="git+https://example.org/a@" + "0" * 40, continue_from="job-0",
+        optimizer_ref="lion:make@sha256:" + "0" * 64,
         evaluate_on="s3://b/held", parameters={"training.steps": 7, "data.columns": 0},
     )  # fmt: skip
     plain = adopt(served)
@@ -180,6 +181,7 @@ def test_what_was_submitted_is_shown(served: Served) -> None:
         "project": "q3",
         "purpose": "research",
         "code ref": "git+https://example.org/a@" + "0" * 40,
+        "optimizer ref": "lion:make@sha256:" + "0" * 64,
         "seed": "0",
         "continue from": "job-0",
         "evaluate on": "s3://b/held",
@@ -189,6 +191,19 @@ def test_what_was_submitted_is_shown(served: Served) -> None:
         assert f"\n  {name:<11} {value}\n" in shown, shown
         assert f"\n  {name}" not in other, "what was not given has no line"
     end_all(served.client())
+
+
+@pytest.mark.parametrize("option", ["--code-ref", "--optimizer-ref"])
+def test_a_jobs_own_code_is_pinned_and_of_an_allowed_source(served: Served, option: str) -> None:
+    asked = ("jobs", "submit", "m", "1", "--snapshot", "s3://b/x", "--state")
+    for text, code, words in (
+        ("os:system", 2, "not pinned"),
+        (f"a:b@sha256:{'0' * 64}", 77, "not allowed"),
+    ):
+        done = paceline(*asked, served.runtime.state_dir, option, text)
+        assert done.returncode == code, done.stderr
+        assert words in done.stderr
+        assert f"training.{option[2:].replace('-', '_')} {text}" in done.stderr
 
 
 def end_all(client: CoordinatorClient) -> None:

@@ -21,7 +21,7 @@ from paceline.config import (
     save_runtime,
     with_job_settings,
 )
-from paceline.errors import GateRefused, InvalidInput, InvalidProfile
+from paceline.errors import AccessDenied, GateRefused, InvalidInput, InvalidProfile
 from paceline.flows.lifecycle import run_lifecycle
 from paceline.flows.promote import promote_model
 from paceline.schemas import FLOW_PARAMETERS, StartFlow, digest_of
@@ -40,6 +40,18 @@ RUN = "run-20261120-153600-9f3a1c"
 def test_rest_takes_no_parameter_that_could_change_it(flow: str, name: str) -> None:
     call = StartFlow.model_validate({"flow": flow, "run_id": RUN, "parameters": {name: "x"}})
     with pytest.raises(InvalidInput, match="takes no such parameter"):
+        _require_allowed(call, Profile(), lambda url: url)
+
+
+def test_rest_takes_no_optimiser_of_another_source() -> None:
+    call = StartFlow.model_validate(
+        {
+            "flow": "train-model",
+            "run_id": RUN,
+            "parameters": {"optimizer_ref": "evil:make@sha256:" + "0" * 64},
+        }
+    )
+    with pytest.raises(AccessDenied, match=r"training\.optimizer_ref evil:make"):
         _require_allowed(call, Profile(), lambda url: url)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,9 @@ from pydantic import ValidationError
 
 from paceline.config import TrainingSettings, load_profile, with_job_settings
 from paceline.errors import AccessDenied, InvalidInput, InvalidProfile, PacelineError
+from paceline.jobs import parameters_of
+from paceline.schemas import JobState, SubmitJob, TrainingJob, new_run_id
+from paceline.tasks.train import profile_of
 from paceline.training.user_code import Task, check, require_optimizer, tree_digest
 from tests.support.carried_state import BYTE_GRU, SOURCE
 from tests.support.hugging_face import write_model, write_tokenizer
@@ -281,6 +285,38 @@ def test_a_source_that_is_not_allowed_and_no_pin_are_refused(code: Path, tmp_pat
 def test_it_is_the_installations_not_a_jobs() -> None:
     with pytest.raises(InvalidProfile, match="not a setting of one training"):
         with_job_settings(load_profile("embedded"), {"training.optimizer_ref": "a:b"})
+
+
+def test_a_job_has_one_of_its_own_from_an_allowed_source(code: Path) -> None:
+    profile = load_profile("embedded", {"security.code_sources": [str(code)]})
+    run: Any = SimpleNamespace(runtime=SimpleNamespace(profile=profile))
+    text = reference(code, "lion")
+    asked = profile_of(run, {"training.steps": 2}, None, "", text).training
+    assert (asked.optimizer_ref, asked.steps) == (text, 2)
+    with pytest.raises(InvalidProfile, match="takes the place of optimizer, here muon"):
+        profile_of(run, {"training.optimizer": "muon"}, None, "", text)
+    for named, error in (("lion:make", InvalidInput), (f"{text[:-4]}@", InvalidInput)):
+        with pytest.raises(error, match=r"training\.optimizer_ref"):
+            profile_of(run, {}, None, "", named)
+    elsewhere: Any = SimpleNamespace(runtime=SimpleNamespace(profile=load_profile("embedded")))
+    with pytest.raises(AccessDenied, match=r"training\.optimizer_ref"):
+        profile_of(elsewhere, {}, None, "", text)
+
+
+def test_a_jobs_own_optimiser_is_part_of_what_is_trained() -> None:
+    given: dict[str, Any] = {"model_id": "m", "version": "1", "dataSnapshot": "s3://b/x"}
+    plain = queued(SubmitJob.model_validate(given))
+    own = queued(SubmitJob.model_validate(given | {"optimizerRef": "a:b"}))
+    assert plain.training_key != own.training_key
+    assert parameters_of(own)["optimizer_ref"] == "a:b"
+    assert "optimizer_ref" not in {**parameters_of(plain), **plain.spec.model_dump()}
+
+
+def queued(spec: SubmitJob) -> TrainingJob:
+    return TrainingJob(
+        job_id="tj-" + "0" * 12, submission_id="0" * 64, spec=spec, run_id=new_run_id(),
+        state=JobState.QUEUED, created_at=0, updated_at=0,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -388,7 +388,11 @@ def _require_allowed(call: StartFlow, profile: Profile, allow: Callable[[str], o
             where=call.flow,
         )
     reading, settings = _object(call, "reading"), _object(call, "settings")
-    with_job_settings(profile, settings)
+    own = with_job_settings(profile, settings)
+    if optimizer := call.parameters.get("optimizer_ref"):
+        from paceline.training.user_code import with_code
+
+        with_code(own, optimizer_ref=str(optimizer))
     if call.flow == "sweep":
         asked = Sweep.of({**_object(call, "search"), **call.parameters, "search": None})
         asked.check(profile)

@@ -327,9 +327,12 @@ def _with_owner(spec: SubmitJob) -> SubmitJob:
 def _require_possible(job: TrainingJob, runtime: Runtime, coordinator: Coordinator) -> None:
     """Raise for a job that could never run here: settings, code, data, model, or its gang."""
     spec, profile = job.spec, runtime.profile
-    with_job_settings(profile, spec.settings)
+    own = with_job_settings(profile, spec.settings)
     _require_priority_and_budget(spec, profile)
-    require_code_ref(spec.code_ref, profile)
+    if spec.code_ref or spec.optimizer_ref:
+        from paceline.training.user_code import with_code
+
+        with_code(own, spec.code_ref, spec.optimizer_ref)
     if not spec.data_snapshot.startswith("s3://"):
         raise InvalidInput(
             "a job names its snapshot by URL",

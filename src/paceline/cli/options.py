@@ -89,6 +89,11 @@ evaluate_on_option = click.option(
 purpose_option = click.option(
     "--purpose", default="", help="What the data are used for (default: the profile's)."
 )
+optimizer_option = click.option(
+    "--optimizer-ref",
+    default="",
+    help="A pinned function of security.code_sources that makes the optimiser.",
+)
 
 
 def gang_options(command: F) -> F:

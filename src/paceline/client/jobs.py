@@ -34,9 +34,10 @@ class JobMethods:
 
         ``resources``: ranks, ranks_per_node, accelerator, memory_bytes, capacity, within,
         node_labels.
-        ``more``: parameters (settings by their keys in a profile), code_ref, checkpoint_policy,
-        seed, continue_from, name, team, project, purpose, budget, priority. The same ``key`` and
-        job again are the same job. Raises InvalidInput for what can never run here.
+        ``more``: parameters (settings by their keys in a profile), code_ref, optimizer_ref,
+        checkpoint_policy, seed, continue_from, name, team, project, purpose, budget, priority. The
+        same ``key`` and job again are the same job. Raises InvalidInput for what can never run
+        here.
         """
         return self.submit_view(
             model_id, version, snapshot, resources=resources, key=key, **more

@@ -539,6 +539,8 @@ def parameters_of(job: TrainingJob) -> dict[str, object]:
     }
     if spec.code_ref:
         given["code_ref"] = spec.code_ref
+    if spec.optimizer_ref:
+        given["optimizer_ref"] = spec.optimizer_ref
     if spec.continue_from:
         given["continue_from"] = spec.continue_from
     if spec.purpose:

@@ -46,6 +46,7 @@ FLOW_PARAMETERS: dict[str, frozenset[str]] = {
             "learning_rate",
             "mesh",
             "settings",
+            "optimizer_ref",
             "team",
             "project",
             "purpose",

@@ -133,6 +133,13 @@ class SubmitJob(Record):
     code_ref: Url = Field(
         default="", max_length=1000, validation_alias=AliasChoices("code_ref", "codeRef")
     )
+    # likewise, of its optimiser
+    optimizer_ref: Url = Field(
+        default="",
+        max_length=1000,
+        validation_alias=AliasChoices("optimizer_ref", "optimizerRef"),
+        exclude_if=is_empty,
+    )
     resources: Resources = Field(
         default=Resources(), title="Resources", description="What the gang needs."
     )

@@ -24,6 +24,7 @@ from paceline.cli.options import (
     handling,
     job_settings,
     json_option,
+    optimizer_option,
     or_last,
     profile_options,
     project_option,
@@ -195,7 +196,7 @@ def train(
 @click.command(
     cls=Sections,
     sections={
-        "Training": "snapshot labels steps ranks continue_from run_id overrides",
+        "Training": "snapshot labels steps ranks continue_from run_id overrides optimizer_ref",
         "Judging": "evaluate evaluate_on",
         "Whose it is, and where": "team project purpose state",
     },
@@ -210,6 +211,7 @@ def train(
 )
 @_training_options
 @settings_option
+@optimizer_option
 @evaluate_option
 @evaluate_on_option
 @team_option
@@ -227,6 +229,7 @@ def start(
     run_id: str | None,
     ranks: int | None,
     overrides: tuple[str, ...],
+    optimizer_ref: str,
     evaluate: bool,
     evaluate_on: str,
     team: str,
@@ -249,8 +252,9 @@ def start(
     if continue_from.startswith("tj-"):
         client = CoordinatorClient.of(find_installation(state))
         continue_from = whole_training_id(client, continue_from)
-    owner: dict[str, Any] = {"team": team, "project": project, "purpose": purpose}
-    owner["evaluate_on"] = evaluate_on or (snapshot_url if evaluate else "")
+    more: dict[str, Any] = {"team": team, "project": project, "purpose": purpose}
+    more["optimizer_ref"] = optimizer_ref
+    more["evaluate_on"] = evaluate_on or (snapshot_url if evaluate else "")
     return FlowCall(state=state, run_id=run_id, as_json=as_json).run(
         "train.train_model",
         model_id=model_id,
@@ -261,7 +265,7 @@ def start(
         steps=steps,
         ranks=ranks,
         settings=job_settings(overrides) or None,
-        **{name: value for name, value in owner.items() if value},
+        **{name: value for name, value in more.items() if value},
     )
 
 

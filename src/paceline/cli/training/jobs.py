@@ -23,6 +23,7 @@ from paceline.cli.options import (
     json_option,
     next_line,
     notice,
+    optimizer_option,
     or_last,
     project_option,
     purpose_option,
@@ -70,7 +71,7 @@ def jobs() -> None:
 @jobs.command(
     cls=Sections,
     sections={
-        "Training": "snapshot code_ref continue_from steps seed overrides",
+        "Training": "snapshot code_ref optimizer_ref continue_from steps seed overrides",
         "Gang": "ranks ranks_per_node accelerator memory_bytes capacity within node_labels",
         "Queue": "name team project purpose priority budget queue time_limit_s idempotency_key",
         "Afterwards": "evaluate evaluate_on follow",
@@ -81,6 +82,7 @@ def jobs() -> None:
 @click.option("--snapshot", metavar="URL|last", required=True, help=SNAPSHOT)
 @gang_options
 @click.option("--code-ref", default="", help="A pinned function of security.code_sources.")
+@optimizer_option
 @click.option("--continue-from", default="", metavar="TRAINING",
               help="A finished job: its id, the beginning of one, or last.")  # fmt: skip
 @click.option("--steps", type=click.IntRange(min=1), help="Default: the profile's.")

@@ -116,6 +116,7 @@ function drawJob({job, same_submission, pages, spent, currency, estimate, hours}
       ["Requested", requested(spec.resources)], ["Parameters", short(named(spec.parameters))],
       ["Seed", spec.seed === null ? "" : String(spec.seed)], ["Checkpoints", named(spec.checkpoint_policy)],
       ["Labels", spec.labels === "true" ? "" : spec.labels], ["Purpose", spec.purpose], ["Code", short(spec.code_ref)],
+      ["Optimiser", short(spec.optimizer_ref || "")],
       ["Continues", spec.continue_from], ["Judged on", short(spec.evaluate_on || "")], ["Sweep", spec.sweep],
       ["Submitted", "by " + job.submitted_by + ", " + when(job.created_at)],
       ["Run", job.run_id + (job.attempt > 1 ? ", flow run " + job.attempt : "")], ["Training", report?.training_id],

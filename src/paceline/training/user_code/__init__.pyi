@@ -20,4 +20,5 @@ from .reference import (
     parse as parse,
     require_allowed as require_allowed,
     tree_digest as tree_digest,
+    with_code as with_code,
 )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from paceline.config import module_allowed
+from paceline.config import Profile, module_allowed, with_overrides
 from paceline.errors import AccessDenied, InvalidInput
 
 DIAL = "training.code_ref"  # the setting that holds a reference
@@ -99,6 +99,18 @@ def require_allowed(ref: CodeRef, sources: Sequence[str]) -> None:
         where="security.code_sources",
         do="Add the source to the profile if you trust it with what the ranks can read.",
     )
+
+
+def with_code(profile: Profile, code_ref: str = "", optimizer_ref: str = "") -> Profile:
+    """Return ``profile`` with a training's own code, "" being the profile's.
+
+    Raises AccessDenied for code that the profile does not allow, InvalidInput for a reference that
+    is not pinned, InvalidProfile where the other settings have no place for it.
+    """
+    given = {dial: text for dial, text in ((DIAL, code_ref), (OPTIMIZER, optimizer_ref)) if text}
+    for dial, text in given.items():
+        require_allowed(parse(text, dial), profile.security.code_sources)
+    return with_overrides(profile, given) if given else profile
 
 
 def _covers(source: str, ref: CodeRef) -> bool:
