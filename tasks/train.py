@@ -472,6 +472,8 @@ def _report(run: Run, result: TrainResult) -> None:
             f"{restart.worker_id}: {restart.reason}; resumed at step {restart.resumed_step}, "
             f"{restart.lost_steps} steps lost, {restart.seconds:.1f} s to the first new step"
         )
+    if result.exported:
+        run.warn(f"exported: {result.exported}")
     if result.quarantined_shards:
         named = "; ".join(result.quarantine_lines[:5])
         run.warn(

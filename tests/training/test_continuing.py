@@ -6,10 +6,12 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
 
+from paceline.schemas import TrainAnswer
 from paceline.training import config_digest
 from paceline.training.loop import new_optimizer
 from tests.training.test_recovery_driver import job_in
@@ -96,6 +98,37 @@ def test_a_training_that_ended_early_is_done_and_may_be_continued(
     more, _ = train(text, output, "--steps", "8", "--continue-from", found["job_id"])
     assert (more["resumed_from_step"], more["steps"]) == (6, 8)
     assert "stopped_early" not in more
+
+
+RISING = (  # the rate rises until the held-out loss does, too
+    "training.learning_rate=3", "training.warmup_steps=60", "training.guard.spike_factor=1e9",
+    "training.evaluate_every_steps=2", "training.early_stopping.patience=2",
+    "training.checkpoints.every_steps=2", "training.checkpoints.max_stall_share=0.99",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "ema", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["weights", "average"]
+)
+def test_early_stopping_exports_the_best_checkpoint(text: Path, tmp_path: Path, ema: bool) -> None:
+    output = tmp_path / "out"
+    more = ("training.ema.decay=0.5",) if ema else ()
+    words = [word for each in (*RISING, *more) for word in ("--set", each)]
+    words += ["--steps", "60", "--ranks", "2", "--set", "training.checkpoints.keep=1"]
+    last, _ = train(text, output, *words)
+    assert last["stopped_early"]
+    assert "exported_step" not in last, "its best is not kept"
+    found, _ = train(text, output, *words, "--set", "training.checkpoints.keep_best=1")
+    best = found["exported_step"]
+    assert best == found["steps"] - 4, "before the two evaluations that were no new best"
+    assert f"at step {best})" in found["stopped_early"]
+    assert found["held_out"]["held_out_loss"] < last["held_out"]["held_out_loss"]
+    assert TrainAnswer.model_validate(found).exported == f"step {best}, the best evaluated one"
+    assert "the last one: no checkpoint of the best" in TrainAnswer.model_validate(last).exported
+    card = Path(urlsplit(found["export_url"]).path, "README.md").read_text()
+    assert f"`{found['job_id']}`, {best} steps" in card
+    whole, _ = train(text, tmp_path / "short", *words, "--steps", str(best))
+    assert whole["weights_digest"] == found["weights_digest"] != last["weights_digest"]
 
 
 def test_another_rate_and_schedule_may_follow_and_other_data_may_not(

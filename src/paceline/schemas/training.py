@@ -155,11 +155,13 @@ class TrainResult(Record):
     skipped_batches: tuple[int, ...] = ()  # not empty: the job needs review
     ranks: int = 0  # at the end
     environment: dict[str, object] = {}  # of rank 0: packages, machine, code
-    held_out: dict[str, float] = {}  # the last evaluation
+    held_out: dict[str, float] = {}  # of the weights that were exported; {}: no evaluation
     ledger: TimeLedger | None = None
     failures: Failures = Failures()
     # why it ended before its steps; None where it did not
     stopped_early: str | None = Field(default=None, exclude_if=is_none)
+    # then: whose weights were exported, the best evaluated one's; None: no such checkpoint was kept
+    exported_step: int | None = Field(default=None, ge=0, exclude_if=is_none)
     # of the average of the weights that was exported; None: the weights of the last step
     ema_decay: float | None = Field(default=None, exclude_if=is_none)
     # False: by a GPU's faster kernels, whose bits differ from run to run
@@ -179,6 +181,18 @@ class TrainResult(Record):
     epoch_bytes: int | None = Field(default=None, exclude_if=is_none)  # likewise, of its text
     epoch_documents: int | None = Field(default=None, exclude_if=is_none)  # likewise
     program: ProgramCheck | None = Field(default=None, exclude_if=is_none)  # of export_program
+
+    @property
+    def exported(self) -> str:
+        """Return which weights a training that ended early exported; "" for others."""
+        if not self.stopped_early:
+            return ""
+        if self.exported_step is not None:
+            return f"step {self.exported_step}, the best evaluated one"
+        return (
+            f"step {self.steps}, the last one: no checkpoint of the best is kept "
+            "(training.checkpoints.keep_best, every_steps)"
+        )
 
     @property
     def passed_over(self) -> str:

@@ -42,6 +42,7 @@ CHANGEABLE = (
     "early_stopping",
     "evaluate_every_steps",
     "evaluate_sequences",
+    "checkpoints",
 )
 
 

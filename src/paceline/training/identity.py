@@ -110,9 +110,10 @@ def _result_settings(settings: TrainingSettings) -> dict[str, Any]:
 
 
 def _result_neutral(settings: TrainingSettings) -> set[str]:
-    """Return the settings that do not change the result; evaluations do where they end it."""
-    evaluations = {"evaluate_every_steps", "evaluate_sequences"}
-    return _RESULT_NEUTRAL_SETTINGS - (evaluations if settings.early_stopping else set())
+    """Return the settings that do not change the result. Where evaluations end it they do, and so
+    does which checkpoints are kept: the best one is exported."""
+    deciding = {"evaluate_every_steps", "evaluate_sequences", "checkpoints"}
+    return _RESULT_NEUTRAL_SETTINGS - (deciding if settings.early_stopping else set())
 
 
 def _without_later_defaults(settings: dict[str, Any]) -> dict[str, Any]:

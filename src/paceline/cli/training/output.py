@@ -333,6 +333,7 @@ def summary(job: TrainJob, result: TrainResult) -> list[str]:
     ]
     if result.stopped_early:
         lines.insert(1, f"  ended early   {result.stopped_early}")
+        lines.insert(2, f"  exported      {result.exported}")
     if "held_out_loss" in result.held_out:
         lines.append(f"  held out      {held_out(result.held_out)}")
     lines += [

@@ -34,6 +34,10 @@ from .records import (
     StoredChunk as StoredChunk,
     StoredTensor as StoredTensor,
 )
-from .resume import new_moment as new_moment, resume_newest_healthy as resume_newest_healthy
+from .resume import (
+    new_moment as new_moment,
+    restore_best as restore_best,
+    resume_newest_healthy as resume_newest_healthy,
+)
 from .saver import MAX_TEMPORARY_FAILURES as MAX_TEMPORARY_FAILURES, Checkpointer as Checkpointer
 from .writer import Staging as Staging

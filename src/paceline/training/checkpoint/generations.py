@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -250,7 +251,7 @@ class Generations:
         found = self.find()
         others = [each for each in found.committed if each.step != last.step]
         ours = sorted([last, *others], reverse=True)
-        kept = {last, *ours[:newest], *self._best(ours, best)}
+        kept = {last, *ours[:newest], *self.best(ours, best)}
         for each in reversed(found.committed):
             if each not in kept:
                 self.remove(each)
@@ -262,8 +263,14 @@ class Generations:
             self.store.abort_uploads(self.url, older_than_s=LEFTOVER_AGE_S)
         return tuple(sorted(kept))
 
-    def _best(self, committed: Iterable[Generation], count: int) -> list[Generation]:
-        """Return the ``count`` generations of lowest held-out loss, of those that have one."""
+    def best(
+        self, committed: Iterable[Generation], count: int, at_most: float = math.inf
+    ) -> list[Generation]:
+        """Return the ``count`` generations of lowest held-out loss, of those whose loss is
+        ``at_most`` so high.
+
+        Of equal ones the oldest: later ones have the loss of the evaluation before them.
+        """
         if not count:
             return []
         losses: dict[Generation, float] = {}
@@ -273,9 +280,9 @@ class Generations:
                     self._losses[each] = self.commit_of(each).metrics.get(BEST_METRIC)
                 except CorruptData:
                     self._losses[each] = None  # a resume rejects it, if it gets that far
-            if (loss := self._losses[each]) is not None:
+            if (loss := self._losses[each]) is not None and loss <= at_most:
                 losses[each] = loss
-        return sorted(losses, key=lambda each: (losses[each], -each.step, each))[:count]
+        return sorted(losses, key=lambda each: (losses[each], each))[:count]
 
 
 def _require_same(saved: SavedFile, size: int, digest: str, where: str) -> None:

@@ -107,7 +107,7 @@ def resume_newest_healthy(
     byte was verified on all ranks.
     """
     for _ in range(MAX_GENERATIONS_TRIED):
-        generation = _newest(generations, state)
+        generation = _chosen(generations, state, lambda found: found[:1])
         if generation is None:
             return None
         why = _restore(generations, generation, state, config_digest, work_dir / "resume")
@@ -120,13 +120,43 @@ def resume_newest_healthy(
     raise TrainingFailed("too many damaged checkpoints", where=generations.url)
 
 
-def _newest(generations: Generations, state: TrainState) -> Generation | None:
-    """Return the newest committed generation; rank 0 lists the store and broadcasts the result."""
+def restore_best(
+    generations: Generations,
+    state: TrainState,
+    *,
+    config_digest: str,
+    work_dir: Path,
+    evaluated: Callable[[int], bool],
+    best: float,
+) -> Commit | None:
+    """Restore the kept generation of lowest held-out loss on every rank and return its marker.
+
+    None where none of the ``evaluated`` steps is kept whose loss is ``best`` or lower, or where it
+    is damaged: then the state is unchanged. Raises as ``resume_newest_healthy``.
+    """
+
+    def lowest(found: Sequence[Generation]) -> Sequence[Generation]:
+        return generations.best([each for each in found if evaluated(each.step)], 1, best)
+
+    generation = _chosen(generations, state, lowest)
+    if generation is None:
+        return None
+    found = _restore(generations, generation, state, config_digest, work_dir / "resume")
+    return found if isinstance(found, Commit) else None
+
+
+def _chosen(
+    generations: Generations,
+    state: TrainState,
+    choose: Callable[[Sequence[Generation]], Sequence[Generation]],
+) -> Generation | None:
+    """Return the first that rank 0 chooses of the committed generations, newest first; all ranks
+    get the same."""
     group = state.group
     step, number, error = _NONE, 0, None
     if group.rank == 0:
         try:
-            found = generations.find().committed
+            found = choose(generations.find().committed)
             if found:
                 step, number = found[0]
         except PacelineError as caught:

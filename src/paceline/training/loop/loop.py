@@ -261,7 +261,7 @@ def train(
             progress.stall_s,
         )
         held_out: dict[str, float] = {}
-        if evaluator is not None and _is_evaluation_step(progress.step, settings):
+        if evaluator is not None and is_evaluation_step(progress.step, settings):
             held_out = _evaluate(evaluator, parallel, workload, group, device, progress)
             early.take(progress, settings.steps)
         progress.seconds = time.perf_counter() - started - progress.evaluate_s
@@ -354,7 +354,8 @@ def _record_step(
         progress.first_loss = loss
 
 
-def _is_evaluation_step(step: int, settings: TrainingSettings) -> bool:
+def is_evaluation_step(step: int, settings: TrainingSettings) -> bool:
+    """Return whether the model is evaluated after ``step``."""
     every = settings.evaluate_every_steps
     return every > 0 and (step % every == 0 or step == settings.steps)
 

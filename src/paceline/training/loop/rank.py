@@ -237,8 +237,8 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
             events.emit("failed", progress.step, code="Stopped", message="stopped, state saved")
             return STOPPED_EXIT
 
-        with events.phase("exporting"), average.applied():
-            exported = setup.export_model(its, state, place.rank, progress.step)
+        with events.phase("exporting"):
+            exported = setup.export_trained(its, state, progress, place.rank, average.applied)
         if place.rank == 0:
             done = setup.result_of(
                 its,

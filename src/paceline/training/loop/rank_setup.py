@@ -54,6 +54,7 @@ from paceline.training.checkpoint import (
     clean,
     export,
     local_of,
+    restore_best,
     resume_newest_healthy,
 )
 from paceline.training.deadlines import Deadlines
@@ -61,10 +62,11 @@ from paceline.training.identity import code_version
 from paceline.training.interval import FailureCount
 from paceline.training.loop.event_writer import EventWriter
 from paceline.training.loop.group import Group
-from paceline.training.loop.loop import Evaluator, Progress
+from paceline.training.loop.loop import Evaluator, Progress, is_evaluation_step
 from paceline.training.loop.optimizer import WeightAverage, new_optimizer
 from paceline.training.loop.preferences import Preferences
 from paceline.training.loop.starting_state import RankContext
+from paceline.training.loop.step_guard import EarlyStopping
 from paceline.training.loop.workload import Inputs
 from paceline.training.metrics import Exporter, StepMetrics, Tracer, TraceUploader
 from paceline.training.parallel import Mesh, Parallel, parallelise
@@ -323,6 +325,43 @@ def save_last(saver: Any, progress: Progress, position: dict[str, Any], events: 
             sys.stderr.write(f"{message}\n")  # the launcher keeps the end of standard error
             return error.exit_code
     return 0
+
+
+def export_trained(
+    its: RankContext,
+    state: TrainState,
+    progress: Progress,
+    rank: int,
+    averaged: Callable[[], contextlib.AbstractContextManager[object]],
+) -> dict[str, Any]:
+    """Do what ``export_model`` does with the ``averaged`` weights of the last step or, where early
+    stopping ended the training and the best evaluated checkpoint is kept, of that one.
+
+    Its step is added as ``exported_step``, else None; ``progress`` gets its evaluation.
+    """
+    best = _restore_best(its, state, progress)
+    with averaged():
+        found = export_model(its, state, rank, progress.step if best is None else best)
+    return found | {"exported_step": best}
+
+
+def _restore_best(its: RankContext, state: TrainState, progress: Progress) -> int | None:
+    """Return the step of the checkpoint that is restored; None where ``state`` is unchanged."""
+    best = EarlyStopping.best_of(progress)
+    if best is None:
+        return None
+    restored = restore_best(
+        its.generations,
+        state,
+        config_digest=its.config_digest,
+        work_dir=its.work_dir,
+        evaluated=lambda step: is_evaluation_step(step, its.job.settings),
+        best=best,
+    )
+    if restored is None:
+        return None
+    progress.held_out = Progress.at(restored.step, restored.metrics).held_out
+    return restored.step
 
 
 def export_model(its: RankContext, state: TrainState, rank: int, steps: int) -> dict[str, Any]:

@@ -201,6 +201,12 @@ class EarlyStopping:
             f"(best: {best} at step {self._best_step})"
         )
 
+    @staticmethod
+    def best_of(progress: Progress) -> float | None:
+        """Return the best held-out loss of a training that ended early; None otherwise."""
+        best: float | None = progress.extra[STATE]["best"] if progress.stopped_early else None
+        return best
+
     def take(self, progress: Progress, steps: int) -> None:
         """Count ``progress``'s latest evaluation, and set its state and whether it ends before
         ``steps``. A loss of NaN is no best."""
