@@ -9,11 +9,15 @@ from tests.support.hugging_face import FAMILIES
 from tests.training.parallel import test_hugging_face
 from tests.training.parallel.hugging_face_ranks import (
     ADAPTERS,
+    AVERAGE,
     DPO,
     FOUR,
+    HALF,
+    MUON,
     OWN,
     SFT,
     WAYS,
+    adapters_of,
     kinds_of,
     ways_of,
 )
@@ -21,10 +25,13 @@ from tests.training.parallel.hugging_face_ranks import (
 PAGE = Path(__file__).parents[2] / "docs/how-to/train-your-hugging-face-model.md"
 KINDS = {"all weights": ("", "full"), "SFT": (SFT, "sft"), "DPO": (DPO, "dpo")}
 KINDS |= {name: (name, "lora") for name in ADAPTERS}
+KINDS |= {"SFT, LoRA": (f"{SFT} LoRA", "sft"), "DPO, LoRA": (f"{DPO} LoRA", "dpo")}
+DIALS = {"Muon": (MUON, "muon"), "EMA": (AVERAGE, "ema"), "bfloat16": (HALF, "half")}
 MESHES = {
     "one rank": "single",
     "DDP": "DDP",
     "FSDP2": "FSDP2",
+    "HSDP": "HSDP",
     "TP": "TP",
     "DDP × TP": "DDP x TP",
     "FSDP2 × TP": "FSDP2 x TP",
@@ -40,20 +47,23 @@ Cell = tuple[str, str, str]  # way, family, mesh
 
 
 def proven() -> dict[Cell, str]:
-    """What the tests' parameters are, as cells; what they leave out is refused."""
+    """What the tests' parameters are, as cells; what they leave out is refused, of Muon, EMA and
+    bfloat16 not compared (–)."""
     cells: dict[Cell, str] = {}
-    for way, (kind, link) in KINDS.items():
+    for way, (kind, link) in (KINDS | DIALS).items():
         for family in (*FAMILIES, OWN):
+            if kind not in kinds_of(family):
+                continue
             when = "every run" if family in test_hugging_face.EVERY_TIME else "nightly"
             run = dict.fromkeys(ways_of(family, kind), when)
             if when == "every run" and kind in kinds_of(FOUR):
                 run |= dict.fromkeys(ways_of(FOUR, kind), "nightly")
             for mesh, name in MESHES.items():
                 refused = "pairs"
-                if kind in ADAPTERS:
+                if adapters_of(kind) and link != "dpo":
                     refused = "own" if family == OWN and "PP" not in mesh else "adapters"
-                cell = f"[{run[name]}][{link}]" if name in run else f"[refused][{refused}]"
-                cells[way, family, mesh] = cell
+                otherwise = "–" if way in DIALS else f"[refused][{refused}]"
+                cells[way, family, mesh] = f"[{run[name]}][{link}]" if name in run else otherwise
     return cells
 
 

@@ -2,8 +2,9 @@
 
 ``main`` with DIRECTORY FAMILY… writes the models below DIRECTORY/models (by transformers; OWN is
 our transformer), trains all weights, LoRA, DoRA, on conversations (SFT) and on preferences (DPO),
-exports below DIRECTORY/exports, and prints one JSON object: ``ranks``, job → what rank 0 answered,
-and ``loaded``, what transformers and peft read of each export in a process that trained nothing.
+these also with LoRA, by Muon, with a moving average and in bfloat16, exports below
+DIRECTORY/exports, and prints one JSON object: ``ranks``, job → what rank 0 answered, and
+``loaded``, what transformers and peft read of each export in a process that trained nothing.
 test_hugging_face.py holds it to its promises.
 """
 
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from benchmarks.layouts.layouts import CPU, batch_of
 from benchmarks.layouts.ranks import Job, run_jobs
@@ -42,6 +44,7 @@ from paceline.training.loop import (
     Group,
     Preferences,
     TransformerWorkload,
+    WeightAverage,
     load_weights,
     new_optimizer,
     parallelise_model,
@@ -58,6 +61,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "recomputed": (1, {"activation_checkpointing": True}),
     "DDP": (2, {"mesh": {"dp": 2}}),
     "FSDP2": (2, {"mesh": {"shard": 2}}),
+    "HSDP": (4, {"mesh": {"dp": 2, "shard": 2}}),
     "FSDP2, recomputed": (2, {"mesh": {"shard": 2}, "activation_checkpointing": True}),
     "TP": (2, {"mesh": {"tp": 2}}),
     "TP, recomputed": (2, {"mesh": {"tp": 2}, "activation_checkpointing": True}),
@@ -79,7 +83,8 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 OWN = "own"  # our transformer
 EVERY_WAY = "llama"  # also recomputed, and exported from each mesh
-RECOMPUTED = {
+# kind → ways in which EVERY_WAY is recomputed
+RECOMPUTED: dict[str, tuple[str, ...]] = {
     "": (
         "recomputed",
         "FSDP2, recomputed",
@@ -87,16 +92,26 @@ RECOMPUTED = {
         "CP, recomputed",
         "PP, gpipe, recomputed",
     ),
-    "LoRA": ("FSDP2, recomputed",),
+    **dict.fromkeys(("LoRA", "DoRA", "SFT", "DPO"), ("FSDP2, recomputed",)),
 }
-SFT, DPO = "SFT", "DPO"  # what all weights learn from: conversations, preferences
+OTHERS_RECOMPUTED = ("FSDP2, recomputed", "TP, recomputed")  # all weights of the other families
+SFT, DPO = "SFT", "DPO"  # what is learned from: conversations, preferences
+# kind → its settings; of EVERY_WAY alone
+MUON, AVERAGE, HALF = "Muon", "EMA", "bfloat16"
+DECAY = 0.5
+DIALS: dict[str, dict[str, Any]] = {
+    MUON: {"optimizer": "muon"},
+    AVERAGE: {"ema": {"decay": DECAY}},
+    HALF: {"precision": "bfloat16"},
+}
+DIAL_WAYS = ("single", "DDP", "FSDP2", "TP")
 BETA = 0.3
 BF16 = "llama-bf16"
 FOUR = "llama-four"  # llama on four ranks
 FEW_WAYS = {
     BF16: ["FSDP2"],
     FOUR: [
-        *("DDP x TP", "FSDP2 x TP", "DDP x CP", "FSDP2 x CP", "CP x TP"),
+        *("HSDP", "DDP x TP", "FSDP2 x TP", "DDP x CP", "FSDP2 x CP", "CP x TP"),
         *("DDP x PP", "FSDP2 x PP", "PP x TP"),
     ],
 }
@@ -110,61 +125,74 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
-def ways_of(family: str, adapters: str = "") -> list[str]:
-    """Return the ways in which ``family`` is trained; DoRA and DPO need whole matrices, and so do
-    adapters of our transformer; adapters and DPO are not cut into stages.
+def adapters_of(kind: str) -> str:
+    """Return the adapters of "SFT LoRA", "DoRA", …; "": all weights are trained."""
+    last = kind.rsplit(" ", maxsplit=1)[-1]
+    return last if last in ADAPTERS else ""
 
-    Blocks are recomputed for one family: nothing in it depends on the family.
-    """
-    if family in FEW_WAYS:
-        whole = adapters in ("DoRA", DPO)
-        stages = adapters in ("", SFT)
-        ways = [way for way in FEW_WAYS[family] if stages or "PP" not in way]
-        return [way for way in ways if not (whole and "TP" in way)]
-    recomputed = RECOMPUTED.get(adapters, ()) if family == EVERY_WAY else ()
-    return [
+
+def data_of(kind: str) -> str:
+    """Return SFT or DPO, "" for rows of text."""
+    first = kind.split(" ", maxsplit=1)[0]
+    return first if first in (SFT, DPO) else ""
+
+
+def ways_of(family: str, kind: str = "") -> list[str]:
+    """Return the ways in which ``family`` is trained; DoRA and DPO need whole matrices, and so do
+    adapters of our transformer; adapters and DPO are not cut into stages."""
+    if kind in DIALS:
+        return list(DIAL_WAYS)
+    adapters, is_dpo = adapters_of(kind), data_of(kind) == DPO
+    is_whole = adapters == "DoRA" or is_dpo or (family == OWN and bool(adapters))
+    recomputed = OTHERS_RECOMPUTED if kind == "" else ()
+    if family == EVERY_WAY:
+        recomputed = RECOMPUTED.get(kind, ())
+    every = [
         way
         for way, (ranks, _) in WAYS.items()
         if (ranks < 4 or family != EVERY_WAY)
         and way != "CP x TP"  # of two key-value heads
-        and not (adapters in ("DoRA", DPO) and "TP" in way)
-        and not (family == OWN and adapters in ADAPTERS and "TP" in way)
-        and ("PP" not in way or adapters in ("", SFT))
         and ("recomputed" not in way or way in recomputed)
+    ]
+    return [
+        way
+        for way in FEW_WAYS.get(family, every)
+        if not (is_whole and "TP" in way) and not ("PP" in way and (adapters or is_dpo))
     ]
 
 
 def kinds_of(family: str) -> tuple[str, ...]:
-    """Return the adapters of ``family``; "" trains all weights, and so do SFT and DPO."""
-    if family in FEW_WAYS:
-        return ("", "LoRA") if family == BF16 else ("", *ADAPTERS, SFT, DPO)
-    return ("", *ADAPTERS, SFT, DPO)
+    """Return what ``family`` is trained by; "": all weights, by rows of text."""
+    if family == BF16:
+        return ("", "LoRA")
+    dials = DIALS if family == EVERY_WAY else ()
+    return ("", *ADAPTERS, SFT, f"{SFT} LoRA", DPO, f"{DPO} LoRA", *dials)
 
 
-def exported_of(family: str, adapters: str = "") -> list[str]:
+def exported_of(family: str, kind: str = "") -> list[str]:
     """Return the ways whose model is exported: the last of the family's, of ``EVERY_WAY`` more."""
-    if family == OWN or adapters in (SFT, DPO):
+    if family == OWN or kind not in ("", *ADAPTERS):
         return []
     wanted = ("FSDP2", "TP", "FSDP2 x TP", "PP", "FSDP2 x PP")
-    ways = [each for each in ways_of(family, adapters) if each in wanted]
+    ways = [each for each in ways_of(family, kind) if each in wanted]
     return ways if family == EVERY_WAY else ways[-1:]
 
 
-def settings_of(way: str, adapters: str = "") -> TrainingSettings:
+def settings_of(way: str, kind: str = "") -> TrainingSettings:
     ranks, more = WAYS[way]
-    lora = {"lora": ADAPTERS[adapters], "seed": 11} if adapters in ADAPTERS else {}
-    lora |= {"dpo": {"beta": BETA}} if adapters == DPO else {}
+    own: dict[str, Any] = dict(DIALS.get(kind, {}))
+    if adapters := adapters_of(kind):
+        own |= {"lora": ADAPTERS[adapters], "seed": 11}
+    own |= {"dpo": {"beta": BETA}} if data_of(kind) == DPO else {}
     return TrainingSettings.model_validate({
         "ranks": ranks, "batch_sequences": 8, "learning_rate": RATE, "clip_norm": CLIP, **more,
-        **lora,
+        **own,
     })  # fmt: skip
 
 
-def trained(
-    directory: Path, way: str, into: Path | None = None, adapters: str = ""
-) -> dict[str, Any]:
+def trained(directory: Path, way: str, into: Path | None = None, kind: str = "") -> dict[str, Any]:
     """Train as ranks do, and export into ``into``."""
-    settings = settings_of(way, adapters)
+    settings = settings_of(way, kind)
     world = WAYS[way][0]
     group = Group(dist.get_rank(), world) if world > 1 else Group()
     is_ours = directory.name == OWN
@@ -185,10 +213,11 @@ def trained(
         parallel = parallelise(model, mesh, settings, workload)
         read = load_weights(saved, parallel, added)
     optimizer = new_optimizer(parallel.modules, settings)
+    average = WeightAverage(optimizer, settings.ema)
     losses, norms = [], []
     for step in range(STEPS):
-        whole = lesson(batch_of(step), adapters).global_tokens
-        batch = lesson(batch_of(step, parallel.data_rank, parallel.data_world), adapters)
+        whole = lesson(batch_of(step), kind).global_tokens
+        batch = lesson(batch_of(step, parallel.data_rank, parallel.data_world), kind)
         sums = parallel.accumulate([workload.inputs(batch, CPU)], 1.0 / whole)
         norms.append(parallel.clip(settings.clip_norm))
         loss, counted = group.sums([float(sums.loss), sums.weight])
@@ -196,6 +225,9 @@ def trained(
         optimizer.step()
     answer: dict[str, Any] = {"losses": losses, "norms": norms, "read": read}
     (module,) = parallel.modules
+    if settings.ema is not None:
+        with average.applied():
+            answer["averaged"] = look(module)
     if added is not None:
         state = TrainState(parallel.modules, optimizer, group, without_frozen=True)
         answer["sent"] = parallel.bytes_reduced
@@ -236,10 +268,10 @@ def with_other_stages(weights: dict[str, str], world: int) -> dict[str, str]:
 
 def lesson(batch: Batch, kind: str) -> Batch:
     """Return ``batch`` as conversations, of which some tokens count, or as pairs of answers."""
-    if kind not in (SFT, DPO):
+    if not data_of(kind):
         return batch
     counts_BT = batch.weights_BT * (batch.targets_BT % 3 != 0)
-    if kind == SFT:
+    if data_of(kind) == SFT:
         return dataclasses.replace(
             batch, weights_BT=counts_BT, global_tokens=float(counts_BT.sum())
         )
@@ -268,31 +300,25 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(raw.data).hexdigest()
 
 
-def plain(directory: Path, adapters: str = "") -> dict[str, Any]:
+def plain(directory: Path, kind: str = "") -> dict[str, Any]:
     """The loop that a user of transformers writes: each document by itself, no masks."""
     from transformers import AutoModelForCausalLM
 
     settings = settings_of("single")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).train()
-    if adapters in ADAPTERS:
+    if adapters := adapters_of(kind):
         model = with_peft(model, adapters)
     base = copy.deepcopy(model)
-    learnt = [each for each in model.parameters() if each.requires_grad]
-    decayed = [each for each in learnt if each.ndim >= 2]
-    others = [each for each in learnt if each.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": decayed, "weight_decay": settings.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ],
-        lr=RATE,
-        betas=(0.9, 0.95),
-    )
+    average = None
+    if kind == AVERAGE:
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    optimizers = plain_optimizers(model, settings.weight_decay, kind)
+    half = torch.autocast("cpu", torch.bfloat16, enabled=kind == HALF)
     losses, norms = [], []
     for step in range(STEPS):
-        batch = lesson(batch_of(step), adapters)
+        batch = lesson(batch_of(step), kind)
         total = torch.zeros(())
-        if adapters == DPO:
+        if data_of(kind) == DPO:
             total = sum((pair_loss(model, base, batch, row) for row in range(8)), total)
         by_row = batch.documents_BT
         for row, documents_T in enumerate([] if by_row is None else by_row):
@@ -303,19 +329,49 @@ def plain(directory: Path, adapters: str = "") -> dict[str, Any]:
                     for each in (batch.inputs_BT, batch.targets_BT)
                 )
                 weights = torch.from_numpy(batch.weights_BT[row][its])
-                if adapters == SFT:
+                if data_of(kind) == SFT:
                     total = total + labelled_loss(model, inputs, targets, weights)
                     continue
-                logits = model(input_ids=inputs[None]).logits[0]
-                loss_T = F.cross_entropy(logits, targets, reduction="none")
+                with half:
+                    logits = model(input_ids=inputs[None]).logits[0]
+                loss_T = F.cross_entropy(logits.float(), targets, reduction="none")
                 total = total + torch.dot(loss_T, weights)
-        optimizer.zero_grad()
+        model.zero_grad()
         loss = total / batch.global_tokens
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         losses.append(float(loss.detach()))
-        optimizer.step()
-    return {"losses": losses, "norms": norms}
+        for each in optimizers:
+            each.step()
+        if average is not None:
+            average.update_parameters(model)
+    answer = {"losses": losses, "norms": norms}
+    if average is not None:
+        with torch.no_grad():
+            logits = average(input_ids=tokens()).logits
+        answer["averaged"] = logits.flatten()[::97].tolist()
+    return answer
+
+
+def plain_optimizers(model: Any, decay: float, kind: str) -> list[torch.optim.Optimizer]:
+    """AdamW; for Muon it has what is no matrix of a hidden layer."""
+    learnt = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    hidden = [
+        each
+        for name, each in learnt.items()
+        if kind == MUON and each.ndim == 2 and "embed" not in name and "lm_head" not in name
+    ]
+    rest = [each for each in learnt.values() if all(each is not one for one in hidden)]
+    groups = [
+        {"params": [each for each in rest if each.ndim >= 2], "weight_decay": decay},
+        {"params": [each for each in rest if each.ndim < 2], "weight_decay": 0.0},
+    ]
+    found: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))]
+    if hidden:
+        found.append(
+            torch.optim.Muon(hidden, lr=RATE, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+        )
+    return found
 
 
 def labelled_loss(

@@ -14,26 +14,23 @@ from tests.support.forked import run_gangs
 from tests.support.hugging_face import FAMILIES
 from tests.training.parallel.hugging_face_ranks import (
     ADAPTERS,
+    AVERAGE,
     DPO,
     FOUR,
+    HALF,
+    MUON,
     OWN,
     SFT,
     STEPS,
+    data_of,
     exported_of,
     kinds_of,
     ways_of,
 )
 
 EVERY_TIME = ("llama",)  # the others are shown again nightly
-# in turns, each in a launch of its own
-NIGHTLY = (
-    ("qwen2", "qwen3"),
-    ("mistral", FOUR),
-    ("gemma", "gemma2"),
-    ("gemma3_text", "gpt_neox"),
-    (OWN,),
-)
-assert {*EVERY_TIME, *(each for turn in NIGHTLY for each in turn)} == {*FAMILIES, FOUR, OWN}
+# each in a launch of its own
+NIGHTLY = [(each,) for each in (*FAMILIES, FOUR, OWN) if each not in EVERY_TIME]
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("forked ranks")]
 Answers = dict[str, dict[str, Any]]
@@ -73,14 +70,16 @@ def furthest(mine: list[float], wanted: list[float]) -> float:
     return max(abs(a / b - 1) for a, b in zip(mine, wanted, strict=True))
 
 
-def hold_to_plain_loops(ranks: dict[str, Any], *kinds: str) -> None:
+def hold_to_plain_loops(
+    ranks: dict[str, Any], *kinds: str, within: float = 1e-5, norms_within: float | None = None
+) -> None:
     for job, mine in ranks.items():
         if kind_of(job) in kinds:
             plain = ranks[f"{job.split(':')[0]}: plain"]
             learned = plain["losses"][0] - plain["losses"][-1]
             assert learned > 0.1 if kind_of(job) in ("", SFT) else learned != 0, "the loop learns"
-            assert furthest(mine["losses"], plain["losses"]) < 1e-5, job
-            assert furthest(mine["norms"], plain["norms"]) < 1e-5, job
+            assert furthest(mine["losses"], plain["losses"]) < within, job
+            assert furthest(mine["norms"], plain["norms"]) < (norms_within or within), job
 
 
 def test_a_way_of_training_has_the_losses_and_norms_of_a_plain_loop(answers) -> None:
@@ -92,14 +91,31 @@ def test_a_way_of_training_has_a_plain_peft_loops_losses_and_norms(answers) -> N
 
 
 def test_conversations_have_a_plain_labelled_loops_losses_and_norms(answers) -> None:
-    hold_to_plain_loops(answers["ranks"], SFT)
+    hold_to_plain_loops(answers["ranks"], SFT, f"{SFT} LoRA")
 
 
 def test_preferences_have_the_losses_and_norms_of_a_plain_loop(answers) -> None:
-    hold_to_plain_loops(answers["ranks"], DPO)
+    hold_to_plain_loops(answers["ranks"], DPO, f"{DPO} LoRA")
     for job, mine in answers["ranks"].items():
-        if kind_of(job) == DPO:
+        if data_of(kind_of(job)) == DPO:
             assert mine["losses"][0] == pytest.approx(math.log(2), abs=1e-6), "against the base"
+
+
+def test_muon_has_the_losses_and_norms_of_a_plain_loop(answers) -> None:
+    # Its updates are computed in bfloat16: a last bit of a gradient may change one of them.
+    hold_to_plain_loops(answers["ranks"], MUON, within=1e-4)
+
+
+def test_an_average_of_weights_is_that_of_a_plain_loop(answers) -> None:
+    hold_to_plain_loops(answers["ranks"], AVERAGE)
+    for job, mine in answers["ranks"].items():
+        if kind_of(job) == AVERAGE:
+            plain = answers["ranks"][f"{job.split(':')[0]}: plain"]["averaged"]
+            assert mine["averaged"] == pytest.approx(plain, abs=5e-5), job
+
+
+def test_bfloat16_has_the_losses_of_a_plain_autocast_loop(answers) -> None:
+    hold_to_plain_loops(answers["ranks"], HALF, within=1e-3, norms_within=5e-3)
 
 
 def test_lora_and_dora_differ(answers) -> None:
