@@ -274,6 +274,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "labels": {"labels": "shuffled"},
     "purpose": {"purpose": "speech"},
     "code": {"code_ref": "task:make"},
+    "optimiser": {"optimizer_ref": "task:lion"},
     "continued": {"continue_from": "job-0123456789ab"},
 }
 

@@ -101,7 +101,7 @@ def refused(output: Path, *arguments: str) -> PacelineError:
         (["--text", "{root}/empty"], "no file to learn from", 2),
         (["--text", "{root}/hollow"], "", 2),
         (["--output", "{root}/file/out"], "cannot write into the output directory", 77),
-        (["--state", "{root}/state"], '--state belongs to "On an installation"', 2),
+        (["acme/tiny", "1"], "paceline training start MODEL_ID VERSION", 2),
         (["--model", "{root}/hollow"], "no model of ours in the model directory: got 0.txt", 2),
     ],
 )

@@ -81,10 +81,9 @@ def training_key(spec: SubmitJob, profile: Profile) -> str:
     these may still train the same: versions or snapshots with equal content, an earlier training
     whose own settings are given again, and a context that the base says itself.
     """
-    training = profile.training
-    if spec.code_ref:
-        training = training.model_copy(update={"code_ref": spec.code_ref})
-    settings = _result_settings(training)
+    named = {"code_ref": spec.code_ref, "optimizer_ref": spec.optimizer_ref}
+    own = {name: value for name, value in named.items() if value}
+    settings = _result_settings(profile.training.model_copy(update=own))
     # The model's policy may choose these, by what the base is.
     for name in ("export_dtype", "export_program"):
         settings.pop(name, None)
