@@ -62,7 +62,8 @@ def fetch_model_manifest(run: Run, url: str) -> Manifest:
         f"manifest {manifest.model_id}",
         [{"file": each.path, "bytes": each.size, "sha256": each.sha256} for each in manifest.files],
         f"{manifest.model_id} v{manifest.version}: {size(manifest.total_size)} in "
-        f"{len(manifest.chunks)} chunks, {manifest.piece_count} pieces; manifest {manifest.digest}",
+        f"{len(manifest.chunks)} chunks, {manifest.piece_count} pieces; "
+        f"manifest {manifest.digest[:12]}",
     )
     return manifest
 

@@ -445,4 +445,4 @@ def _output(report: EvaluationReport, digest: str) -> dict[str, Any]:
 def _one_line(output: dict[str, Any]) -> str:
     report = Evaluated.model_validate(output)
     scores = ", ".join(f"{each.name} {each.bits_per_byte.value:.3f}" for each in report.scores)
-    return f"{scores} bits/byte, report {report.report_digest}"
+    return f"{scores} bits/byte, report {report.report_digest[:12]}"

@@ -27,6 +27,8 @@ _TOKEN = re.compile(
     r"""|eyJ[\w-]{10,200}\.eyJ[\w.-]{10,})|-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?s:.*)"""
 )
 
+_DIGEST = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b")
+
 
 def printable(text: str, longest: int = LONGEST) -> str:
     r"""Return ``text`` on one line of at most ``longest`` characters, every character visible.
@@ -69,6 +71,11 @@ def shortened(names: Sequence[str], most: int = 10) -> str:
     """Return ``names`` joined by commas; beyond ``most``, how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def short_digests(text: object) -> str:
+    """Return ``text`` with each digest of 32 hex digits or more cut to its first 12."""
+    return _DIGEST.sub(r"\1", str(text))
 
 
 def indented(text: str) -> str:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
 
 from paceline.errors import InvalidInput
+from paceline.text import short_digests
 
 MOST_BYTES = 2**63 - 1
 MOST_MBIT = 1e12  # limit of the parser; `plan` and `simulate` have lower ones
@@ -96,3 +98,40 @@ def duration(seconds: float) -> str:
 def moment(seconds: float) -> str:
     """Return a time in seconds since the Unix epoch as a date and time of day in UTC."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+_UNIT = re.compile(r"(?:^|_)(bytes_per_second|bytes_s|bytes|seconds|s|at)$")
+
+
+def humane(name: str, value: object) -> str:
+    """Return ``value`` as people read it, in the unit in which ``name`` ends (``bytes``,
+    ``bytes_s``, ``seconds``, ``at``): other floats have four digits, digests their first 12."""
+    if isinstance(value, Mapping):
+        return described(value)
+    if isinstance(value, list | tuple):
+        return ", ".join(humane(name, each) for each in value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return short_digests(value)
+    match (found := _UNIT.search(name)) and found[1]:
+        case "bytes":
+            return size(value)
+        case "bytes_s" | "bytes_per_second":
+            return f"{size(value)}/s"
+        case "seconds" | "s":
+            return duration(value)
+        case "at":
+            return moment(value)
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
+
+
+def described(data: Mapping[str, object]) -> str:
+    """Return the fields of an event on one line, each with its ``humane`` value; a unit is said
+    with the value only."""
+    pairs = [
+        (_UNIT.sub("", name) if isinstance(value, int | float) else name, humane(name, value))
+        for name, value in data.items()
+        if value not in (None, "")
+    ]
+    return ", ".join(f"{name.replace('_', ' ')} {value}".strip() for name, value in pairs)

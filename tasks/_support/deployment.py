@@ -37,7 +37,7 @@ from paceline.tasks._support import artifacts
 from paceline.tasks._support.cancelling import cancelled_flow_run
 from paceline.tasks._support.run import BRIEFLY_S, Run
 from paceline.text import shortened
-from paceline.units import size
+from paceline.units import described, size
 
 logger = logging.getLogger(__name__)
 
@@ -232,6 +232,6 @@ def _read_events(run: Run, deployment_id: str, seen: int) -> int:
 
 
 def _sentence(event: Event) -> str:
-    detail = ", ".join(f"{key} {value}" for key, value in event.data.items())
+    detail = described(event.data)
     who = event.worker_id or f"deployment {event.deployment_id}"
     return f"{who} {NOTEWORTHY[event.name]}" + (f" ({detail})" if detail else "")

@@ -7,12 +7,13 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from paceline.cli import Board, cells, cli, event_line, render
+from paceline.cli.access import _line
 from paceline.config import Endpoints, save_runtime
 from paceline.errors import Conflict, NotFound
 from paceline.schemas import (
@@ -38,6 +40,7 @@ from paceline.schemas import (
     WatchLine,
     WorkerStatus,
 )
+from paceline.tasks._support.deployment import _sentence
 from paceline.units import duration, size
 from tests.api.conftest import FakeAgent, creation, make_model, served  # noqa: F401
 
@@ -237,6 +240,23 @@ def test_the_map_fits_any_terminal(workers: int, width: int, height: int) -> Non
     assert len(lines) <= height
     assert max(len(each) for each in lines) <= width
     assert any("node-7" in each for each in lines) == (workers > 7), "who is lost is always shown"
+
+
+@pytest.mark.parametrize("shown", [event_line, _line, _sentence])
+def test_an_event_is_shown_with_rounded_figures_and_cut_digests(
+    shown: Callable[[Event], str],
+) -> None:
+    data = {
+        "seconds": 12.345678901234, "reused_bytes": 1_500_000_000, "share": 0.123456789,
+        "manifest_digest": "0123456789abcdef" * 4, "piece": 7, "code": "",
+    }  # fmt: skip
+    event = Event(
+        seq=1, name="relay.piece_corrupt", at=0, worker_id="node-1", deployment_id="d-1", data=data
+    )
+    line = shown(event)
+    for whole in ("12 s", "1.5 GB", "0.1235", "0123456789ab", "7"):
+        assert re.search(rf"[ =(]{whole}(?=[ ,)]|$)", line), (whole, line)
+    assert "code" not in line
 
 
 def test_what_a_worker_says_does_not_steer_the_terminal() -> None:

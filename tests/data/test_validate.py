@@ -193,6 +193,7 @@ all:
   - expect_column_values_to_not_be_null: {column: key}
 text:
   - expect_column_values_to_be_between: {column: n_tokens, min_value: 1000, mostly: 0.9}
+  - expect_column_mean_to_be_between: {column: n_tokens, max_value: 1}
 conversations:
   - expect_column_values_to_be_between: {column: n_tokens, max_value: 1}
 """
@@ -206,7 +207,11 @@ def test_expectations_of_ones_own_apply_to_their_kind_of_snapshot(
     assert own == {
         "all 1: expect_column_values_to_not_be_null key": True,
         "text 1: expect_column_values_to_be_between n_tokens": False,
+        "text 2: expect_column_mean_to_be_between n_tokens": False,
     }
+    mean = next(each["got"] for each in report.checks if "mean_to_be" in each["name"])
+    assert re.fullmatch(r"observed \d+(\.\d+)?", mean)
+    assert len(mean) <= len("observed 12.34"), "rounded"
     with pytest.raises(DataRejected, match=r"text 1: expect_.*rows differ"):
         require_valid(report)
 

@@ -46,7 +46,7 @@ from paceline.schemas import (
     one_of,
 )
 from paceline.text import printable
-from paceline.units import moment, seconds
+from paceline.units import humane, moment, seconds
 
 SCOPES = tuple(str(each) for each in get_args(GrantedScope))
 Call = TypeVar("Call", bound=BaseModel)
@@ -244,7 +244,9 @@ def _at(seconds: float | None) -> str:
 
 def _line(event: Event) -> str:
     on = {"deployment": event.deployment_id, "worker": event.worker_id} | event.data
-    details = " ".join(f"{key}={value}" for key, value in on.items() if value not in (None, ""))
+    details = " ".join(
+        f"{key}={humane(key, value)}" for key, value in on.items() if value not in (None, "")
+    )
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(event.at))
     return f"{event.seq:>7} {when} {event.name.value} {details}"
 

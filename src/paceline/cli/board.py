@@ -36,7 +36,7 @@ from paceline.schemas import (
     WorkerStatus,
 )
 from paceline.text import printable, shortened
-from paceline.units import duration, size
+from paceline.units import described, duration, size
 
 SHOWN_EVENTS = 6
 LINE_EVERY_S = 5.0  # without a terminal
@@ -147,7 +147,7 @@ def event_line(event: Event) -> str:
     at = time.strftime("%H:%M:%S", time.localtime(event.at))
     data = dict(event.data)
     change = f"{data.pop('from')} → {data.pop('to')}" if {"from", "to"} <= data.keys() else ""
-    detail = ", ".join(f"{key} {value}" for key, value in data.items())
+    detail = described(data)
     words = [event.name.value, event.worker_id or "", change, f"({detail})" if detail else ""]
     return printable(" ".join([at, *(each for each in words if each)]))
 

@@ -26,6 +26,7 @@ from paceline.data.snapshot import Shard, Snapshot, assign_splits, in_held_out
 from paceline.errors import CorruptData, DataRejected, PacelineError
 from paceline.schemas import digest_of
 from paceline.storage import ObjectStore
+from paceline.units import humane
 
 log = logging.getLogger(__name__)
 
@@ -246,7 +247,7 @@ def _got(details: dict[str, Any], exception: Any) -> str:
     if "unexpected_count" in details:
         return f"{details['unexpected_count']} of {details.get('element_count')} rows differ"
     if "observed_value" in details:
-        return f"observed {details['observed_value']}"
+        return f"observed {humane('', details['observed_value'])}"
     return f"could not be checked: {exception}"[:300]
 
 
