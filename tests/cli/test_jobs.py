@@ -167,9 +167,9 @@ def test_what_a_job_has_and_costs_and_its_twin_are_shown(served: Served) -> None
 def test_what_was_submitted_is_shown(served: Served) -> None:
     end_all(served.client())
     job_id = adopt(
-        served, resources={"ranks": 1, "within": "rack"}, seed=0, purpose="research",
-        project="q3", code_ref="git+https://example.org/a@" + "0" * 40, continue_from="job-0",
-        optimizer_ref="lion:make@sha256:" + "0" * 64,
+        served, resources={"ranks": 1, "within": "rack"}, checkpoint_policy={"every_s": 5400.0},
+        seed=0, purpose="research", project="q3", code_ref="git+https://example.org/a@" + "0" * 40,
+        optimizer_ref="lion:make@sha256:" + "0" * 64, continue_from="job-0",
         evaluate_on="s3://b/held", parameters={"training.steps": 7, "data.columns": 0},
     )  # fmt: skip
     plain = adopt(served)
@@ -186,6 +186,7 @@ def test_what_was_submitted_is_shown(served: Served) -> None:
         "continue from": "job-0",
         "evaluate on": "s3://b/held",
         "resources": "ranks=1, within=rack",
+        "checkpoint policy": "every_s=1:30 h",
         "parameters": "training.steps=7, data.columns=0",
     }.items():
         assert f"\n  {name:<11} {value}\n" in shown, shown

@@ -318,7 +318,7 @@ def test_a_worker_has_a_page_of_its_own(platform: Served) -> None:
     told = RegisterWorker(
         worker_id="node-0", hostname="h1", rack="r1", available_storage=2 * 10**12,
         address="127.0.0.1:20001", link_mbit=25_000, inventory=has, version="1.2.3",
-        findings=("disk: 40 MB/s written → Use another disk.",),
+        findings=(f"disk: {DIGEST} 40 MB/s written → Use another disk.",),
     )  # fmt: skip
     agents = fleet_of(platform, 3)
     platform.client().register(told.model_copy(update={"incarnation": 2}))
@@ -335,6 +335,7 @@ def test_a_worker_has_a_page_of_its_own(platform: Served) -> None:
         shown = text(browser, "#worker")
         for each in ("25 Gbit/s", "2.0 TB", "Paceline 1.2.3", "8 × NVIDIA H100", "→ Use another"):
             assert each in shown, shown
+        assert DIGEST not in shown
         rates = "//canvas[@id='rates' and contains(@aria-label, '1.0 MB/s')]"
         see(browser, rates)
         fits(browser, "fleet-worker")
@@ -422,8 +423,9 @@ def test_a_job_is_followed_and_paused_in_its_page(platform: Served, services: Se
         job = adopt(
             client, FLOW, name="chat-sft", team="nlp", budget=500,
             resources={"ranks": 2, "capacity": "on-demand"},
-            parameters={"training.steps": 300, "data.columns": 0}, checkpoint_policy={"keep": 7},
-            seed=0, purpose="research", continue_from="job-0", evaluate_on=f"s3://b/held/{DIGEST}",
+            parameters={"training.steps": 300, "data.columns": 0},
+            checkpoint_policy={"keep": 7, "every_s": 5400}, seed=0,
+            purpose="research", continue_from="job-0", evaluate_on=f"s3://b/held/{DIGEST}",
         )  # fmt: skip
         services.run_id = job.run_id
         run(client, job, 142)
@@ -466,6 +468,7 @@ def test_a_job_is_followed_and_paused_in_its_page(platform: Served, services: Se
                 "Requested\nranks=2, capacity=on-demand\n",
                 "Parameters\ntraining.steps=300, data.columns=0\n",
                 "Seed\n0\n",
+                "every_s=1.5 h, ",
                 "keep=7",
                 "Purpose\nresearch\n",
                 "Continues\njob-0\n",
@@ -566,11 +569,12 @@ def test_a_job_that_passed_bad_data_over_is_reviewed_in_its_page(
     with beating(agents, manifest):
         job = adopt(client, FLOW, name="dialogues", resources={"ranks": 1})
         run(client, job, 300)
-        end(client, job, JobState.NEEDS_REVIEW, outcome="succeeded", review="2 shards")
+        end(client, job, JobState.NEEDS_REVIEW, outcome="succeeded", review=f"2 shards of {DIGEST}")
         with opened(platform, f"job={job.job_id}", token_of(platform, Scope.TRAIN)) as browser:
             see(browser, "//*[@id='job-head' and contains(., '2 shards')]")
             assert not browser.find_elements("css selector", "main button.act"), "no approver"
         with opened(platform, f"job={job.job_id}", token_of(platform, Scope.APPROVE)) as browser:
+            assert DIGEST not in text(browser, "section[data-view=job]")
             confirm(browser, label)
             see(browser, f"//*[@id='job-head']//*[text()='{state}']")
             assert client.job(job.job_id).job.state == state

@@ -60,7 +60,7 @@ from paceline.schemas import (
     TrainingJob,
 )
 from paceline.text import printable, shortened
-from paceline.units import duration, moment, size
+from paceline.units import duration, humane, moment, size
 
 
 @click.group(cls=Group)
@@ -369,7 +369,12 @@ def _requested(spec: SubmitJob) -> list[str]:
     given = spec.model_dump(mode="json", exclude_defaults=True, exclude=elsewhere)
     lines = []
     for key, value in given.items():
-        pairs = [f"{k}={v}" for k, v in value.items()] if isinstance(value, dict) else [value]
+        exact = key == "parameters"  # to be copied
+        pairs = (
+            [f"{k}={v if exact else humane(k, v)}" for k, v in value.items()]
+            if isinstance(value, dict)
+            else [value]
+        )
         shown = shortened([printable(str(each))[:300] for each in pairs], 12)
         lines.append(f"  {key.replace('_', ' '):<11} {shown}")
     return lines

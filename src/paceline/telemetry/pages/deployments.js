@@ -1,6 +1,6 @@
 // Deployments: the list, what may be done to one, its workers × chunks, and who takes from whom.
 import {$, FINAL, action, bar, bytes, colours, el, fill, filter, fleet, link, may, more, pill, rate, seconds, session,
-  workerLink} from "./common.js";
+  short, workerLink} from "./common.js";
 import {natural, rackOf, workersTable} from "./workers.js";
 import {drawTopology} from "./topology.js";
 
@@ -51,7 +51,7 @@ function entry(d) {
   marks.append(pill(d.status));
   row.append(name, marks, el("span", "facts number", told.map(each => each.replaceAll(" ", "\u00a0")).join("  ·  ")), el("span"),
     bar(d.progress, d.model_id + " " + d.version));
-  if (d.failure) row.append(el("div", "reason", d.failure.code + ": " + d.failure.message));
+  if (d.failure) row.append(el("div", "reason", short(d.failure.code + ": " + d.failure.message)));
   return is ? el("div", "", row, actions(d)) : row;
 }
 function actions(d) {
@@ -191,7 +191,7 @@ function table(deployment, shown, where, strips, canvasOf) {
     map.append(canvas);
     const from = part.verified ? "" : (part.upstream_worker || "").replace(/^origin:.*/, "the origin");
     const mark = pill(part.alive || part.verified ? part.activated ? "active" : part.status : "lost");
-    if (part.failure) mark.title = part.failure.code + ": " + part.failure.message;
+    if (part.failure) mark.title = short(part.failure.code + ": " + part.failure.message);
     state.append(mark);
     if (part.standing !== "line" && !part.verified) state.append(" ", pill(part.standing));
     row.append(el("td", "", workerLink(part.worker_id)), map, el("td", "rate", rate(part.rate_bytes_s)),

@@ -15,7 +15,9 @@ const named = (given, unset = "") => { // "ranks=8, within=rack" of what was sub
   return set.slice(0, 12).map(([key, value]) => (key + "=" + (Object(value) === value ? JSON.stringify(value) : value)).slice(0, 100))
     .join(", ") + (set.length > 12 ? " and " + (set.length - 12) + " more" : "");
 };
-const requested = gang => named({...gang, within: gang.within === "fleet" ? "" : gang.within}, 0);
+const figures = given => Object.fromEntries(Object.entries(given || {}).map(([key, value]) =>
+  [key, value && typeof value === "number" ? humane(key, value) : value]));
+const requested = gang => named(figures({...gang, within: gang.within === "fleet" ? "" : gang.within}), 0);
 const progress = report => {
   if (!report?.steps) return "";
   const loss = report.metrics.loss;
@@ -56,7 +58,7 @@ function pager(shown, total) {
     el("span", "quiet", number(first + 1) + " to " + number(first + shown) + " of " + number(total)));
 }
 function row(job) {
-  const why = el("small", "finding", job.reason);
+  const why = el("small", "finding", short(job.reason));
   return el("tr", "", el("td", "", jobLink(job.job_id, job.spec.name || job.job_id), job.spec.name ? el("small", "", job.job_id) : ""),
     el("td", "", pill(job.state, looks(job.state)), why), el("td", "meter", meter(job), el("small", "", progress(job.report))),
     el("td", "wide", job.spec.team), el("td", "rate wide", number(job.spec.priority)),
@@ -108,13 +110,13 @@ function drawJob({job, same_submission, pages, spent, currency, estimate, hours}
   const cost = spent !== null || budget ? (job.usage.length ? spent === null ? "not known" : money(spent) : money(0)) + budget + " " + currency : "";
   const links = Object.keys(PAGE_NAMES).filter(name => pages[name]).map(name => link(pages[name], PAGE_NAMES[name]));
   fill($("job-head"), el("h2", "", "Job ", el("span", "as-is", spec.name || job.job_id), " ", pill(job.state, looks(job.state))),
-    job.reason && el("p", ENDED.includes(job.state) ? "reason" : "quiet", job.reason),
+    job.reason && el("p", ENDED.includes(job.state) ? "reason" : "quiet", short(job.reason)),
     report?.steps ? el("p", "meter", meter(job), el("b", "number", progress(report))) : "",
     el("div", "acts", ...actions(job, path, cost), ...links),
     facts([["Job", job.job_id], ["Model", spec.model_id + " " + spec.version], ["Data", short(spec.data_snapshot)],
       ["Team", spec.team + (spec.project ? ", project " + spec.project : "")], ["Priority", number(spec.priority)],
       ["Requested", requested(spec.resources)], ["Parameters", short(named(spec.parameters))],
-      ["Seed", spec.seed === null ? "" : String(spec.seed)], ["Checkpoints", named(spec.checkpoint_policy)],
+      ["Seed", spec.seed === null ? "" : String(spec.seed)], ["Checkpoints", named(figures(spec.checkpoint_policy))],
       ["Labels", spec.labels === "true" ? "" : spec.labels], ["Purpose", spec.purpose], ["Code", short(spec.code_ref)],
       ["Optimiser", short(spec.optimizer_ref || "")],
       ["Continues", spec.continue_from], ["Judged on", short(spec.evaluate_on || "")], ["Sweep", spec.sweep],
@@ -143,7 +145,7 @@ function drawJob({job, same_submission, pages, spent, currency, estimate, hours}
         el("td", "wide finding", short(each.object_ref))))) : el("p", "quiet", "None yet."),
     el("h3", "", "History"), el("ol", "events", ...[...job.history].reverse().map(each => el("li", "",
       el("time", "mono", when(each.at)), el("b", "", each.state.replaceAll("_", " ")), each.by ? " by " + each.by : "",
-      each.reason ? el("small", "", each.reason) : ""))),
+      each.reason ? el("small", "", short(each.reason)) : ""))),
     job.history[0]?.earlier ? el("p", "quiet", number(job.history[0].earlier) + " earlier changes: paceline audit --name job.state_changed") : "",
     ...(report?.notes.length ? [el("h3", "", "Notes"), el("ul", "", ...report.notes.map(each => el("li", "", short(each))))] : []));
 }
@@ -159,7 +161,7 @@ function actions(job, path, cost) {
       "The job ends for good. Its checkpoints stay.", path + "/cancel"));
   }
   if (may("approve") && job.state === "needs_review") made.push(
-    action("Accept", "Accept " + name + "?", "The job counts as succeeded: " + job.reason + ".", path + "/review", "POST", {accepted: true}, "reason"),
+    action("Accept", "Accept " + name + "?", "The job counts as succeeded: " + short(job.reason) + ".", path + "/review", "POST", {accepted: true}, "reason"),
     action("Reject", "Reject " + name + "?", "The job counts as failed.", path + "/review", "POST", {accepted: false}, "reason"));
   return made;
 }

@@ -1,5 +1,5 @@
 // Workers: the list, and one of them with its disk, link, versions, heartbeat, rates and findings.
-import {$, ROWS, ago, api, bits, bytes, colours, el, facts, fill, filter, fleet, more, number, pill, rate, table,
+import {$, ROWS, ago, api, bits, bytes, colours, el, facts, fill, filter, fleet, more, number, pill, rate, short, table,
   workerLink} from "./common.js";
 
 export const natural = new Intl.Collator(undefined, {numeric: true}).compare; // ten times as fast as localeCompare
@@ -27,7 +27,7 @@ export function rated(worker, at) {
 }
 function found(lines) {
   return lines.map(each => {
-    const [what, ...fix] = each.split(" → "), line = el("div", "finding", what);
+    const [what, ...fix] = short(each).split(" → "), line = el("div", "finding", what);
     if (fix.length) line.append(el("small", "", "→ " + fix.join(" → ")));
     return line;
   });
@@ -66,7 +66,7 @@ export function drawWorker(id) {
   const held = [...fleet.deployments.values()].map(d => [d, fleet.parts.get(d.deployment_id).get(id)]).filter(([, part]) => part);
   const versions = held.reverse().map(([d, part]) => el("tr", "", el("td", "", d.model_id + " " + d.version),
     el("td", "rate", bytes(part.verified || part.activated ? d.total_bytes : part.bytes_held)),
-    el("td", "", pill(part.activated ? "active" : part.status), part.failure ? el("small", "", part.failure.message) : "")));
+    el("td", "", pill(part.activated ? "active" : part.status), part.failure ? el("small", "", short(part.failure.message)) : "")));
   const canvas = el("canvas");
   canvas.id = "rates";
   fill(target, el("h2", "", "Worker ", el("span", "as-is", id), " ", pill(alive ? "alive" : "lost")),
