@@ -102,7 +102,7 @@ def test_rollback_restores_the_previous_champion_once(registry: Registry) -> Non
     assert (back.version, back.previous_version) == ("2", "1")
     assert registry.rollback(story.model_id, from_version="3") == back
     assert registry.rollback(story.model_id).version == "1"
-    with pytest.raises(NotFound, match="no previous champion"):
+    with pytest.raises(NotFound, match=r"no previous champion.*v1 \(version 1 in MLflow\)"):
         registry.rollback(story.model_id)
     again = story.promote("3")
     assert (again.version, again.previous_version) == ("3", "1")
@@ -260,7 +260,7 @@ def test_an_alias_set_by_hand_makes_no_champion(registry: Registry) -> None:
     registry._ensure_model(story.model_id)
     registry.call("create_model_version", story.model_id, "s3://paceline/x", await_creation_for=0)
     registry.call("set_registered_model_alias", story.model_id, "champion", "1")
-    with pytest.raises(GateRefused, match="no evidence"):
+    with pytest.raises(GateRefused, match=r"x \(version 1 in MLflow\) has no evidence"):
         registry.champion(story.model_id)
 
 

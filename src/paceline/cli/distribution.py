@@ -290,9 +290,9 @@ def distribute(
 ) -> int:
     """Relay VERSION of MODEL_ID to the nodes, verify it there, and switch to it.
 
-    Or what SOURCE names: s3://bucket/prefix, models:/name@alias, models:/name/7,
-    hf://org/name@revision or oci://host/repository:tag. With --into: relay the model at SOURCE to
-    that many workers on this machine.
+    Or what SOURCE names: s3://bucket/prefix, models:/name@alias, models:/name/7 (7 is MLflow's
+    own number of a version), hf://org/name@revision or oci://host/repository:tag. With
+    --into: relay the model at SOURCE to that many workers on this machine.
     """
     if into is None:
         refuse_typed("With --into, on this machine", got=f"{model_id} without --into")

@@ -195,7 +195,7 @@ class Registry(RunLog):
         if over is None:
             raise NotFound(
                 f"{model_id} has no previous champion",
-                got=f"version {number}, the first one",
+                got=f"{self._named(model_id, number)}, the first champion",
                 do="Promote another version, or retract this one.",
             )
         return self._restore_champion(model_id, number, over)
@@ -254,7 +254,7 @@ class Registry(RunLog):
         if seen != (version, previous):
             raise Conflict(
                 "somebody else moved this model's aliases",
-                got=f"champion {seen[0]}, previous {seen[1]}",
+                got=f"champion {seen[0]}, previous {seen[1]} (MLflow's version numbers)",
                 wanted=f"champion {version}, previous {previous}",
                 where=model_id,
                 do="Look at the registry, then promote or roll back again.",
@@ -325,7 +325,7 @@ class Registry(RunLog):
             evidence = self.evidence(model_id, number)
         except (CorruptData, NotFound) as error:
             raise GateRefused(
-                f"version {number} of {model_id} has no evidence to trust",
+                f"{model_id} {self._named(model_id, number)} has no evidence to trust",
                 got=error.one_line(),
                 where=self.model_url(model_id, number),
             ) from error
@@ -380,6 +380,10 @@ class Registry(RunLog):
     def _alias(self, model_id: str, alias: str) -> str | None:
         version = self._of("get_registered_model", model_id).aliases.get(alias)
         return None if version is None else str(version)
+
+    def _named(self, model_id: str, number: str) -> str:
+        """Return a version as published, with the number that MLflow gave it."""
+        return f"{self.version(model_id, number).published_version} (version {number} in MLflow)"
 
     def _set_alias(self, model_id: str, alias: str, version: str | None) -> None:
         if version is not None:

@@ -104,7 +104,8 @@ class _Answer(BaseModel):
 
 
 def resolve_version(uri: str, mlflow_url: str, authorization: str = "") -> tuple[str, str]:
-    """Return (source_url, manifest_digest) of ``models:/name@alias`` or ``models:/name/7``.
+    """Return (source_url, manifest_digest) of ``models:/name@alias`` or ``models:/name/7``
+    (7 is MLflow's own number of the version).
 
     ``authorization`` is "user:password", or "": as the environment says. Raises InvalidInput,
     NotFound, AccessDenied and ServiceUnavailable.
