@@ -14,7 +14,7 @@ from paceline.tasks._support.declaring import (
     about,
     declared,
 )
-from paceline.tasks._support.lineage import recorded
+from paceline.tasks._support.lineage import recorded, tag_model
 from paceline.tasks._support.run import Run
 from paceline.tasks.publish import published_url
 
@@ -68,6 +68,7 @@ def distribute_model(
         url = stages.locate(run, source_url or published_url(run, model_id, version))
         manifest = stages.fetch_model_manifest(run, url)
         manifest.require_digest(manifest_digest, url)
+        tag_model(manifest.model_id, manifest.version)
         targets = agents.result()
         relayed = stages.relay(
             run,

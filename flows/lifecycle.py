@@ -21,7 +21,7 @@ from paceline.tasks._support.declaring import (
     Team,
     declared,
 )
-from paceline.tasks._support.lineage import recorded
+from paceline.tasks._support.lineage import recorded, tag_model
 from paceline.tasks._support.run import Run, listening, log_stages_to
 from paceline.tasks._support.scores import require_one_process
 from paceline.tasks._support.summary import summarise
@@ -59,6 +59,7 @@ def run_lifecycle(
         inputs = prepare_inputs(data, model, **owner, **here)
         base_url = published_url(run, inputs.model_id, inputs.version)
         named = inputs.model_id, inputs.version
+        tag_model(*named)
         asked, profile = profile, exporting(run, profile, settings or {}, *named)
         settings = (settings or {}) | export_changes(run, asked, profile)
         require_judgeable(run, profile, inputs.snapshot_url, base_url)

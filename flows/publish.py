@@ -17,7 +17,7 @@ from paceline.tasks._support.declaring import (
     about,
     declared,
 )
-from paceline.tasks._support.lineage import recorded
+from paceline.tasks._support.lineage import recorded, tag_model
 from paceline.tasks._support.run import Run
 from paceline.tasks.prepare import (
     build_data_snapshot,
@@ -44,11 +44,13 @@ def publish_model(
     run = Run.open(state_dir, run_id)
     with recorded(run, "publish-model"):
         if is_remote(directory):
-            return PublishedModel(**import_remote(run, directory).output)
+            imported = PublishedModel(**import_remote(run, directory).output)
+            tag_model(imported.model_id, imported.version)
+            return imported
         return PublishedModel(**publish_directory(run, directory, model_id, version).output)
 
 
-@declared("build-snapshot", "snapshot of {data}")
+@declared("build-snapshot", "snapshot {data}")
 def build_snapshot(
     data: Data = None,
     reading: Annotated[
@@ -86,6 +88,7 @@ def prepare_inputs(
         users = [(team or "default", project)]
         permitted_snapshot(run, snapshot["url"], users=users)  # before a node is busy
         base = base or publish_base_model(run, snapshot).output
+        tag_model(base["model_id"], base["version"])
         return Inputs(
             snapshot=SnapshotMade(**snapshot),
             base=PublishedModel(**base),

@@ -29,6 +29,7 @@ from paceline.schemas import (
     SubmitJob,
 )
 from paceline.tasks._support.cancelling import Interrupted, cancellable
+from paceline.tasks._support.stages import RUN_NAME_CHARS
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,7 +40,6 @@ INTERNAL = frozenset(
     {"state_dir", "run_id", "deployment_id", "stage_prefix", "job_id"}
     | {"flow", "parameters", "request"}
 )
-NAME_CHARS = 120
 
 
 def about(title: str, description: str, *examples: object) -> Any:
@@ -232,7 +232,7 @@ def declared(name: str, run_name: str = "") -> Callable[[Callable[P, R]], Flow[P
         def named() -> str:
             given: dict[str, Any] = defaultdict(str)
             given.update({key: value or "" for key, value in flow_run.get_parameters().items()})
-            return " ".join((run_name or name).format_map(given).split())[:NAME_CHARS]
+            return " ".join((run_name or name).format_map(given).split())[:RUN_NAME_CHARS]
 
         made = _Flow(cancellable(body), name=name, flow_run_name=named)
         # What Prefect's deployments read; calls bind to the function's own signature.

@@ -25,7 +25,8 @@ from paceline.tasks._support.run import Run, explain
 
 logger = logging.getLogger(__name__)
 
-TAGS = {"model": "model_id", "version": "version"}  # of a flow run, by its parameters
+# Parameters of a flow by which its run is tagged.
+TAGS = {"model_id": "model", "version": "version", "base_version": "version"}
 
 
 @contextmanager
@@ -138,13 +139,22 @@ def _tagged(run: Run) -> Iterator[None]:
     them."""
     given = flow_run.get_parameters()
     names = {f"run:{run.run_id}"}
-    names |= {f"{key}:{given[name]}" for key, name in TAGS.items() if given.get(name)}
-    if (flow_run_id := flow_run.get_id()) is not None:
-        known = set(flow_run.get_tags() or ())
-        with get_client(sync_client=True) as client:
-            client.update_flow_run(UUID(str(flow_run_id)), tags=known | names)
+    names |= {f"{tag}:{given[name]}" for name, tag in TAGS.items() if given.get(name)}
+    _tag(names)
     with tags(*names):
         yield
+
+
+def tag_model(model_id: str, version: str) -> None:
+    """Tag this flow run with the model and version that its source turned out to be."""
+    _tag({f"model:{model_id}", f"version:{version}"})
+
+
+def _tag(names: set[str]) -> None:
+    if (flow_run_id := flow_run.get_id()) is not None:
+        with get_client(sync_client=True) as client:
+            known = client.read_flow_run(UUID(str(flow_run_id))).tags
+            client.update_flow_run(UUID(str(flow_run_id)), tags={*known, *names})
 
 
 def _close(run: Run, status: Any, reason: str | None) -> None:

@@ -23,6 +23,8 @@ from paceline.tasks._support.cancelling import Interrupted
 P = ParamSpec("P")
 R = TypeVar("R")
 
+RUN_NAME_CHARS = 120
+
 
 def stage(name: str, *, retries: int = 0) -> Callable[[Callable[P, R]], Task[P, R]]:
     """Return the decorator of a stage. With ``retries`` a TemporaryError is tried again, after a
@@ -35,6 +37,7 @@ def stage(name: str, *, retries: int = 0) -> Callable[[Callable[P, R]], Task[P, 
         return _Stage(
             _cancellable(body),
             name=name,
+            task_run_name=_named(name),
             cache_policy=NO_CACHE,
             retries=retries,
             retry_delay_seconds=exponential_backoff(backoff_factor=1.0),
@@ -75,6 +78,22 @@ def _cancellable(body: Callable[P, R]) -> Callable[P, R]:
             return CancelledState(name=INTERRUPTED, message=message, data=Interrupted(message))
 
     return run
+
+
+def _named(name: str) -> Callable[..., str]:
+    """Return what names a stage's run on Prefect's pages: "rollout-relay acme/tiny 2"."""
+
+    def named(parameters: dict[str, Any]) -> str:
+        record = next((x for x in parameters.values() if hasattr(x, "model_id")), None)
+        if record is not None:  # a manifest, a sweep, evidence
+            words = record.model_id, getattr(record, "version", "")
+        else:
+            sources = (parameters.get(x) for x in ("model_id", "url", "model", "source"))
+            words = next(filter(None, sources), ""), parameters.get("version", "")
+        given = (parameters.get("stage") or name, *words)
+        return " ".join(filter(None, given))[:RUN_NAME_CHARS]
+
+    return named
 
 
 def _is_temporary(_task: Any, _task_run: Any, state: Any) -> bool:

@@ -7,7 +7,7 @@ import logging
 import signal
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 import pytest
@@ -41,7 +41,9 @@ from paceline.schemas import INTERRUPTED
 from paceline.tasks import promote
 from paceline.tasks._support import artifacts
 from paceline.tasks._support.declaring import declared
+from paceline.tasks._support.lineage import recorded, tag_model
 from paceline.tasks._support.run import (
+    Run,
     StageResult,
     StageUpdate,
     _listeners,
@@ -73,7 +75,9 @@ def task_runs_of(flow_run_id: UUID, wanted: int) -> dict[str, Any]:
                 flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
             )
         done = [each for each in found if each.state and each.state.is_final()]
-        return {each.name.rsplit("-", 1)[0]: each for each in done} if len(done) >= wanted else None
+        # of a sub-flow Prefect names the task run, with a number behind
+        known = {each.name.removesuffix("-0"): each for each in done}
+        return known if len(done) >= wanted else None
 
     found = eventually(ask)
     assert found, f"no {wanted} task runs"
@@ -172,6 +176,54 @@ def test_edges_follow_what_flows_and_stages_return() -> None:
     # of a sub-flow the edge is to the flow run, or to the task run that stands for it
     ends = {str(runs["prepares"].id), str(runs["prepares"].state.state_details.child_flow_run_id)}
     assert ends & above["uses"], above
+
+
+def test_runs_of_stages_are_named_by_their_model_and_version() -> None:
+    ran: list[UUID] = []
+
+    @stage("relay")
+    def relay(of: Made, stage: str = "relay") -> None: ...
+
+    @stage("publish-directory")
+    def publishes(directory: str, model_id: str, version: str) -> None: ...
+
+    @stage("fetch-manifest")
+    def fetches(url: str) -> None: ...
+
+    @declared("naming")
+    def naming() -> None:
+        ran.append(UUID(str(flow_run.get_id())))
+        relay(Made(model_id="acme/tiny"), stage="rollout-relay")
+        publishes("/models", "acme/tiny", "2")
+        fetches("hf://acme/tiny")
+
+    naming()
+    assert task_runs_of(ran[0], 3).keys() == {
+        "rollout-relay acme/tiny",
+        "publish-directory acme/tiny 2",
+        "fetch-manifest hf://acme/tiny",
+    }
+
+
+def test_a_flow_run_is_tagged_with_its_run_its_model_and_version() -> None:
+    ran: list[UUID] = []
+
+    class Opened:
+        run_id, depth = "run-20261120-153600-9f3a1c", 1  # below another flow: MLflow has its run
+
+    @declared("tagging")
+    def tagging(base_version: str = "") -> None:
+        ran.append(UUID(str(flow_run.get_id())))
+        with recorded(cast("Run", Opened()), "tagging"):
+            if not base_version:
+                tag_model("acme/tiny", "7")
+
+    tagging()
+    tagging(base_version="6")
+    with get_client(sync_client=True) as client:
+        found, other = (set(client.read_flow_run(each).tags) for each in ran)
+    assert found == {f"run:{Opened.run_id}", "model:acme/tiny", "version:7"}
+    assert other == {f"run:{Opened.run_id}", "version:6"}
 
 
 def test_a_stage_is_tried_again_only_where_that_may_help() -> None:
