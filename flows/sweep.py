@@ -40,7 +40,7 @@ def sweep(
     search: Annotated[
         Search,
         about(
-            "Search",
+            "What to search",  # not "Search": pydantic leaves out a title that is the record's
             "The settings to search, how, and for which metric.",
             {"space": SPACE, "trials": 16, "parallel": 4, "pruner": "asha"},
         ),

@@ -147,7 +147,18 @@ def test_forms_describe_each_parameter_and_leave_out_what_paceline_gives(
     assert form.keys() < flow.parameters.properties.keys(), "calls may give them"
     for name, field in form.items():
         assert field["description"] not in ("", "None"), name
-        assert "$ref" in field or field["title"][0].isupper(), name
+        assert field["title"][0].isupper(), name
+    for record in parameter_schema(flow).definitions.values():
+        for name, field in record.get("properties", {}).items():
+            assert field.get("description"), (record["title"], name)
+
+
+def test_a_flow_with_nothing_to_fill_in_says_who_starts_it() -> None:
+    for each in DEPLOYMENTS:
+        module, _, name = each["entrypoint"].rpartition(".")
+        flow = getattr(importlib.import_module(module), name)
+        if set(flow.parameters.required) - parameter_schema(flow).properties.keys():
+            assert "Only promotions start it" in each["description"], each["name"]
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda each: each["name"])

@@ -21,9 +21,9 @@ DO = 'See `paceline sweep run --help`, or "Sweep hyper-parameters" in the docume
 
 
 class _Range(Record):
-    low: float
-    high: float
-    log: bool = False
+    low: float = Field(description="The lowest value.")
+    high: float = Field(description="The highest value.")
+    log: bool = Field(default=False, description="Draw evenly by order of magnitude; low above 0.")
 
     @model_validator(mode="after")
     def _holds_values(self) -> Self:
@@ -42,7 +42,7 @@ class _Range(Record):
 class FloatRange(_Range):
     """A number between two bounds."""
 
-    kind: Literal["float"]
+    kind: Literal["float"] = Field(description="A number between low and high.")
 
     def suggest(self, trial: Any, name: str) -> object:
         """Return the value of Optuna's trial; the stored one, where there is one."""
@@ -52,9 +52,9 @@ class FloatRange(_Range):
 class IntRange(_Range):
     """A whole number from ``low`` to ``high``."""
 
-    kind: Literal["int"]
-    low: int
-    high: int
+    kind: Literal["int"] = Field(description="A whole number from low to high.")
+    low: int = Field(description="The lowest value.")
+    high: int = Field(description="The highest value.")
 
     def suggest(self, trial: Any, name: str) -> object:
         """Return the value of Optuna's trial; the stored one, where there is one."""
@@ -64,8 +64,10 @@ class IntRange(_Range):
 class Choices(Record):
     """One of several values."""
 
-    kind: Literal["categorical"]
-    choices: tuple[str | int | float | bool, ...] = Field(min_length=1)
+    kind: Literal["categorical"] = Field(description="One of the choices.")
+    choices: tuple[str | int | float | bool, ...] = Field(
+        min_length=1, description="The values to choose from.", examples=[["linear", "cosine"]]
+    )
 
     @property
     def ends(self) -> tuple[object, ...]:
