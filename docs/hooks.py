@@ -68,6 +68,8 @@ COMMON = {
     "topology": "the shape of the plan",
     "epoch": "of the plan; it grows with each new one",
     "status": "see the type",
+    "kind": "see the type",
+    "continue": "false: register again",
     "state": "see the type",
     "phase": "see the type",
     "failure": "the reason; null: it did not fail",
@@ -283,13 +285,14 @@ def _records(known: dict[str, Schema]) -> Iterator[str]:
         meanings |= _comments(importlib.import_module(f"paceline.schemas.{each.name}"))
     for name, schema in sorted(known.items()):
         yield f"### {name}\n\n{_text(schema.get('description', ''))}"
+        record = re.sub("-(Input|Output)$", "", name)  # of one that is both body and answer
         required = schema.get("required", ())
         if "properties" in schema:
             yield _table(
                 ("field", "type", "default", "meaning"),
                 (
                     (f"`{key}`", _type(each), "required" if key in required else _default(each),
-                     meanings.get((name, key)) or _text(each.get("description", ""))
+                     meanings.get((record, key)) or _text(each.get("description", ""))
                      or COMMON.get(key, ""))
                     for key, each in schema["properties"].items()
                 ),
@@ -329,7 +332,8 @@ def _default(schema: Schema) -> str:
 def _comments(module: ModuleType) -> dict[tuple[str, str], str]:
     """Return what comments of ``module`` state of each field of each class.
 
-    A field's comment is on its last line, or on lines of their own right above it.
+    A field's comment is on its last line, or on lines of their own right above it. Classes have
+    the comments of their bases in this module.
     """
     source = inspect.getsource(module)
     lines = source.splitlines()
@@ -340,6 +344,9 @@ def _comments(module: ModuleType) -> dict[tuple[str, str], str]:
     }
     found = {}
     for node in ast.walk(ast.parse(source)):
+        for base in node.bases if isinstance(node, ast.ClassDef) else ():
+            of_base = [(key, text) for key, text in found.items() if key[0] == ast.unparse(base)]
+            found |= {(node.name, name): text for (_, name), text in of_base}
         for field in node.body if isinstance(node, ast.ClassDef) else ():
             target = (
                 getattr(field, "target", None) or (getattr(field, "targets", None) or [None])[0]

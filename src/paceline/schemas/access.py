@@ -95,21 +95,24 @@ class TokenRecord(Record):
 class TokenView(Record):
     """A token without its digest, as responses show it."""
 
-    token_id: Name
-    kind: Literal["access", "join"]
-    name: str
-    scopes: tuple[Scope, ...]
+    token_id: Name  # to revoke it by
+    kind: Literal["access", "join"]  # join: nodes join with it
+    name: str  # of its owner
+    scopes: tuple[Scope, ...]  # what it may do
     worker_id: Name | None = None
     created_at: float
-    expires_at: float | None = None
+    expires_at: float | None = None  # seconds since the Unix epoch; None: no end
     revoked_at: float | None = None  # or replaced by its successor
-    used_at: float | None = None
-    last_used_at: float | None = None
+    used_at: float | None = None  # when a join token was spent
+    last_used_at: float | None = None  # to within an hour
+    # fingerprint of the authorities that came with it
     authority: Sha256 | None = Field(default=None, exclude_if=is_none)
+    # its jobs are this team's; None: any team's
     team: str | None = Field(default=None, exclude_if=is_none)
     project: str | None = Field(default=None, exclude_if=is_none)
     nodes: int | None = Field(default=None, exclude_if=is_none)  # that may join with it
     joined: int | None = Field(default=None, exclude_if=is_none)  # that have joined with it
+    # that it is accepted from; (): any
     networks: tuple[str, ...] = Field(default=(), exclude_if=is_empty)
 
     @classmethod
@@ -122,13 +125,15 @@ class TokenView(Record):
 
 
 class TokenList(Record):
-    tokens: tuple[TokenView, ...]
+    tokens: tuple[TokenView, ...]  # oldest first
 
 
 class CreateToken(Record):
     """Create a bearer token; ``worker_id`` requires the scope worker and no other."""
 
+    # of its owner, as audit rows name it
     name: str = Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._@-]*$")
+    # what it may do
     scopes: tuple[GrantedScope, ...] = Field(min_length=1, max_length=len(get_args(GrantedScope)))
     ttl_seconds: float | None = Field(default=None, gt=0, le=10 * 365 * 86_400)  # None: no end
     worker_id: Name | None = None
@@ -143,8 +148,9 @@ class CreateJoinToken(Record):
     """
 
     worker_id: Name | None = Field(default=None, exclude_if=is_none)
+    # how many may join with it; None: the one worker
     nodes: int | None = Field(default=None, ge=1, le=10_000, exclude_if=is_none)
-    ttl_seconds: float = Field(default=3600, gt=0, le=7 * 86_400)
+    ttl_seconds: float = Field(default=3600, gt=0, le=7 * 86_400)  # how long it is valid
     # The networks that callers' connections must come from; (): any.
     networks: Networks = Field(default=(), exclude_if=is_empty)
 
@@ -158,8 +164,8 @@ class CreateJoinToken(Record):
 class CreatedToken(Record):
     """A new token; the only response that contains its secret."""
 
-    token: str
-    record: TokenView
+    token: str  # the secret; it is in no later answer
+    record: TokenView  # what is stored of it
     ca_sha256: Sha256 | None = None  # fingerprint of the authority that its owner should expect
 
 
@@ -229,19 +235,19 @@ class WorkerIdentity(Record):
     """Certificate, tokens and settings that an agent needs to be a worker of this fleet."""
 
     worker_id: Name
-    certificate: Pem
-    ca: Pem
+    certificate: Pem  # of the worker
+    ca: Pem  # of the fleet, which the worker trusts
     rest_ca: Pem | None = None  # CA of the REST port; None: plain, or the system's CAs
-    # While the authority is replaced: the one that is trusted beside ``ca``, and the signatures
-    # (hex) of each over the other: over ``ca``, over ``other_ca``.
+    # While the authority is replaced: the one that is trusted beside ``ca``.
     other_ca: Pem | None = Field(default=None, exclude_if=is_none)
+    # The signatures (hex) of each of the two over the other: over ``ca``, over ``other_ca``.
     endorsements: tuple[str, ...] = Field(default=(), max_length=2, exclude_if=is_empty)
-    certificate_expires_at: float
+    certificate_expires_at: float  # seconds since the Unix epoch
     token: str  # of scope worker, bound to worker_id
-    token_expires_at: float
+    token_expires_at: float  # seconds since the Unix epoch
     peer_token: str  # shared by all workers; checked besides the certificates
     renew_at: float  # when to renew certificate and token
-    coordinator_urls: tuple[str, ...]
+    coordinator_urls: tuple[str, ...]  # of every replica
     profile: dict[str, object]  # the installation's profile without the servers' sections
 
 

@@ -160,20 +160,20 @@ class RegisterWorker(Record):
     worker_id: Name
     hostname: Text = Field(max_length=255)
     rack: Text = Field(max_length=255)
-    available_storage: Count
-    labels: Labels = Labels()
-    address: Text = Field(default="", max_length=300)
+    available_storage: Count  # free bytes of the store's disk
+    labels: Labels = Labels()  # as `paceline agent --label` gave them
+    address: Text = Field(default="", max_length=300)  # host:port on which peers connect
     link_mbit: float = Field(default=10_000, ge=1e-3, le=1e9)  # bounds that plans can compute with
     incarnation: int = Field(default=1, ge=1, le=COUNT_MAX)
-    pid: int = Field(default=0, ge=0, le=2**32)
+    pid: int = Field(default=0, ge=0, le=2**32)  # of the agent's process; 0: not given
     process: Text = Field(default="", max_length=64)  # random id: pids repeat in containers
     findings: Findings = ()  # of the node's last `paceline doctor`
-    inventory: Inventory | None = None
+    inventory: Inventory | None = None  # what the machine has; None: not read
     version: Text = Field(default="", max_length=64)  # of Paceline there; "": not reported
 
 
 class Registered(Record):
-    registered: bool = True
+    registered: bool = True  # always true
     worker_id: Name
     incarnation: int
 
@@ -182,15 +182,16 @@ class SignRead(Record):
     """Ask for a signed URL of an object that a deployment of the worker is read from."""
 
     worker_id: Name
-    method: Literal["GET", "HEAD"]
+    method: Literal["GET", "HEAD"]  # of the request to sign
     url: Text = Field(max_length=2048)  # s3://bucket/key
+    # of the object in a bucket with versions; "": the newest
     version_id: Text = Field(default="", max_length=1024)
 
 
 class SignedRead(Record):
     """A signed URL."""
 
-    url: str
+    url: str  # to read from, without credentials
     valid_s: float  # from now on
 
 
@@ -202,10 +203,10 @@ class EdgeTally(Record):
     four if the source is the origin.
     """
 
-    source: SourceKey
-    reader: Name
-    bytes: Count = 0
-    busy_s: float = Field(default=0.0, ge=0, le=1e9)
+    source: SourceKey  # a worker, or "origin:URL"
+    reader: Name  # the worker that received
+    bytes: Count = 0  # sent
+    busy_s: float = Field(default=0.0, ge=0, le=1e9)  # seconds in which there were data to send
     pieces: Count = 0  # that matched their digest
     corrupt: Count = 0  # that did not match
 
@@ -216,16 +217,17 @@ class DeploymentBeat(Record):
     deployment_id: str
     epoch: Count
     status: WorkerStatus
-    pieces_held: Count
-    bytes_held: Count
-    chunks_received: Chunks = ()
-    origin_bytes: Count = 0
+    pieces_held: Count  # verified
+    bytes_held: Count  # of the verified pieces
+    chunks_received: Chunks = ()  # complete chunks, ascending
+    origin_bytes: Count = 0  # read from the source by this worker
     lost_sources: SourceKeys = ()  # abandoned by this worker since its last lanes
-    corrupt_sources: SourceKeys = ()
+    corrupt_sources: SourceKeys = ()  # that sent a piece with another digest
+    # totals of each sender and reader
     edges: tuple[EdgeTally, ...] = Field(default=(), max_length=512)
     failure: Failure | None = None
-    receipt: Receipt | None = None
-    activated: bool = False
+    receipt: Receipt | None = None  # None: not verified yet
+    activated: bool = False  # whether the worker switched to the version
 
 
 class Heartbeat(Record):
@@ -233,16 +235,18 @@ class Heartbeat(Record):
     status: WorkerStatus
     chunks_received: Chunks = ()  # of the running deployment, if there is exactly one
     bandwidth_in: float = Field(default=0.0, ge=0, le=1e15)  # bytes per second
-    bandwidth_out: float = Field(default=0.0, ge=0, le=1e15)
+    bandwidth_out: float = Field(default=0.0, ge=0, le=1e15)  # bytes per second
     incarnation: int = Field(default=1, ge=1, le=COUNT_MAX)
     number: Count = 0  # increases with each beat of a process; 0: not counted
-    available_storage: Count = 0
+    available_storage: Count = 0  # free bytes of the store's disk
+    # those that the worker takes part in
     deployments: tuple[DeploymentBeat, ...] = Field(default=(), max_length=2_000)
 
 
 class Command(Record):
     """A command for an agent; sent in heartbeat answers, because agents only poll."""
 
+    # fetch_lanes: a new plan; activate: switch to the version; cancel: stop receiving
     kind: Literal["fetch_lanes", "activate", "cancel"]
     deployment_id: str
     epoch: int = Field(ge=0)
@@ -255,8 +259,8 @@ class HeartbeatAnswer(Record):
 
     go_on: bool = Field(default=True, alias="continue")
     epoch: int = Field(ge=0)  # the leader's
-    next_beat_s: float = Field(gt=0)
-    commands: tuple[Command, ...] = ()
+    next_beat_s: float = Field(gt=0)  # seconds until the next heartbeat
+    commands: tuple[Command, ...] = ()  # to carry out now
     # Workers with a revoked identity, which agents do not serve; the newest ones if there are many.
     barred: tuple[Name, ...] = Field(default=(), max_length=1000)
     # The worker's identity was issued before the authorities changed: renew it now. Left out where
@@ -269,7 +273,7 @@ class WorkerList(Record):
 
 
 class EventList(Record):
-    events: tuple[Event, ...]
+    events: tuple[Event, ...]  # by number
     last: int = Field(ge=0)  # the ``after`` of the next call
     first: int = Field(default=0, ge=0)  # the oldest still held; see /audit for older ones
 
@@ -277,12 +281,12 @@ class EventList(Record):
 class Problem(Record):
     """An RFC 9457 problem document with Paceline's own fields."""
 
-    type: str = "about:blank"
-    title: Text
+    type: str = "about:blank"  # always about:blank
+    title: Text  # the phrase of the HTTP status
     status: int
-    detail: Text
-    code: Text
-    got: Text | None = None
-    wanted: Text | None = None
-    where: Text | None = None
-    do: Text | None = None
+    detail: Text  # what is wrong
+    code: Text  # the class of the error, such as NotFound
+    got: Text | None = None  # what was found
+    wanted: Text | None = None  # what was expected
+    where: Text | None = None  # the object, path or address
+    do: Text | None = None  # what to do next

@@ -95,15 +95,17 @@ class InstallationView(Record):
     """What a client needs to know of an installation, and what its own token opens."""
 
     version: str  # of Paceline, where the coordinator runs
-    coordinator_urls: tuple[str, ...]
+    coordinator_urls: tuple[str, ...]  # of every replica
     profile: dict[str, object]  # the sections storage, objects, cluster, relay and security's rules
     pages: dict[str, str]  # name → URL
     has_flows: bool  # whether flows can be started here
-    token_name: str
-    token_scopes: tuple[str, ...]
+    token_name: str  # of the caller's own token, as the following fields
+    token_scopes: tuple[str, ...]  # what it may do
+    # whose jobs it submits and controls; None: any team's
     token_team: str | None = Field(default=None, exclude_if=is_none)
+    # the same; None: any project's
     token_project: str | None = Field(default=None, exclude_if=is_none)
-    token_expires_at: float | None = None
+    token_expires_at: float | None = None  # seconds since the Unix epoch; None: no end
 
 
 class StartFlow(Record):
@@ -111,23 +113,23 @@ class StartFlow(Record):
     unless that one ended badly.
     """
 
-    flow: FlowName
+    flow: FlowName  # its name, such as train-model
     run_id: Annotated[str, Field(pattern=RUN_ID)]
-    parameters: dict[str, object] = Field(default={}, max_length=32)
+    parameters: dict[str, object] = Field(default={}, max_length=32)  # as the flow's form has them
 
 
 class FlowRunView(Record):
     """A flow run, and lines of its log from the requested one on."""
 
     flow_run_id: str
-    flow: Text
+    flow: Text  # its name, such as train-model
     run_id: Text
     team: Text = ""  # of a sweep's jobs
     project: Text = Field(default="", exclude_if=is_empty)
     state: str  # Prefect's type: SCHEDULED, PENDING, RUNNING, COMPLETED, FAILED, CRASHED, …
-    message: Text = ""
-    page: str = ""
-    lines: tuple[Text, ...] = ()
+    message: Text = ""  # of its state
+    page: str = ""  # in Prefect
+    lines: tuple[Text, ...] = ()  # of the log, oldest first
 
 
 # Stages of the ledger: what waits for an approval, by run; the decision on it; who started a run.
@@ -145,11 +147,11 @@ class ApprovalRequest(Record):
     model_id: ModelId
     version: Text  # the candidate's
     evidence_digest: Sha256  # without the approver
-    report_digest: Sha256
-    policy_digest: Sha256
-    expires_at: float
+    report_digest: Sha256  # SHA-256 of the evaluation report
+    policy_digest: Sha256  # SHA-256 of the policy that the gate applied
+    expires_at: float  # seconds since the Unix epoch
     flow_run_id: Text  # that waits
-    page: Text
+    page: Text  # of the waiting flow run in Prefect
 
     @property
     def key(self) -> str:
@@ -160,7 +162,7 @@ class ApprovalRequest(Record):
 class ApprovalList(Record):
     """The promotions that wait for a person."""
 
-    approvals: tuple[ApprovalRequest, ...]
+    approvals: tuple[ApprovalRequest, ...]  # one for each run
     # run → names of the tokens that submitted it; none: the installation itself
     submitters: dict[str, tuple[Text, ...]] = Field(default={}, exclude_if=is_empty)
 
@@ -168,8 +170,8 @@ class ApprovalList(Record):
 class DecidePromotion(Record):
     """Approve or reject a promotion; ``evidence_digest`` is what the approver has seen."""
 
-    evidence_digest: Sha256
-    approved: bool
+    evidence_digest: Sha256  # as the request has it; another one is refused
+    approved: bool  # false: reject
     reason: str = Field(default="", max_length=500)
 
 
@@ -181,8 +183,8 @@ class ApprovalShown(Record):
     """
 
     status: Literal["waiting", "expired", "approved", "rejected"]
-    request: ApprovalRequest
-    approval: Approval | None = None
+    request: ApprovalRequest  # what is to be decided
+    approval: Approval | None = None  # the decision; None: none yet
     flow_run: Text = ""  # Prefect's state of the flow run that waits
     submitters: tuple[Text, ...] = ()  # names of the tokens that submitted the run
     evidence: Evidence | None = None  # its digest is the request's ``evidence_digest``

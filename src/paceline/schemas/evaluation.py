@@ -97,9 +97,9 @@ class Serving(Record):
     """What it costs to serve a model, as measured on one machine in float32."""
 
     machine: str  # its host name
-    cpu: str
+    cpu: str  # its model's name
     gpu: str = ""  # that it ran on; "": the CPU
-    threads: int
+    threads: int  # of the CPU
     batch: int  # rows
     context: int  # tokens of a row
     prefill_ms: float  # one forward pass of the rows
@@ -109,6 +109,7 @@ class Serving(Record):
     ranks: int = Field(default=1, exclude_if=lambda count: count == 1)  # with a part of the weights
     # one forward pass of so many rows of the context; None in the report of an older version
     throughput_rows: int | None = Field(default=None, exclude_if=is_none)
+    # the milliseconds of that pass
     throughput_ms: float | None = Field(default=None, exclude_if=is_none)
 
     @property
@@ -122,6 +123,7 @@ class Serving(Record):
 class _Compared(Record):
     """Paired differences of this figure to the named models': this one minus the other."""
 
+    # other model → the difference, with its interval
     difference_to: dict[str, Interval] = Field(default={}, exclude_if=is_empty)
     # its name in reports of older versions, kept as it was: digests cover it
     gain_over: dict[str, Interval] | None = Field(default=None, exclude_if=is_none)
@@ -136,24 +138,25 @@ class ModelScore(_Compared):
     """Scores of one model on the held-out split; of bits per byte and its differences, lower is
     better: a negative difference is an improvement."""
 
-    name: str
-    kind: Literal["transformer", "ngram", "compressor"]
-    bits_per_byte: Interval
-    latency_ms: float | None = None
-    weights_digest: str | None = None
-    dtype: str | None = None
+    name: str  # such as candidate, base, champion
+    kind: Literal["transformer", "ngram", "compressor"]  # a model, or a baseline
+    bits_per_byte: Interval  # of the text; lower is better
+    latency_ms: float | None = None  # of one forward pass; None: not measured
+    weights_digest: str | None = None  # None: a baseline
+    dtype: str | None = None  # in which it was scored
     format: str | None = None  # of the weights that were loaded: "safetensors"
-    model_bytes: int | None = None
+    model_bytes: int | None = None  # of the weights
     tokens: int | None = None  # of the model's own tokenizer, in the text that was scored
     # Of these tokens; they do not compare with those of another tokenizer.
     perplexity: float | None = Field(default=None, exclude_if=is_none)
     token_accuracy: float | None = Field(default=None, exclude_if=is_none)  # most likely = right
     # mean distance of how sure the model is of its most likely token to how often that is right
     calibration_error: float | None = Field(default=None, exclude_if=is_none)
-    parameters: int | None = Field(default=None, exclude_if=is_none)
+    parameters: int | None = Field(default=None, exclude_if=is_none)  # how many
     context: int | None = Field(default=None, exclude_if=is_none)  # positions it was made for
     # tokens of the longest row that was scored; None in the report of an older version
     judged_context: int | None = Field(default=None, exclude_if=is_none)
+    # what it costs to serve; None: not measured
     serving: Serving | None = Field(default=None, exclude_if=is_none)
 
 
@@ -161,19 +164,19 @@ class TaskScore(_Compared):
     """One metric of a task of lm-eval's: the mean of one figure a document. Higher is better, and
     so is a positive difference of the candidate."""
 
-    task: str
+    task: str  # of lm-eval
     metric: str  # as "acc", or "exact_match,FILTER"
-    documents: int
+    documents: int  # that were scored
     scores: dict[str, Interval]  # by model
 
 
 class MetricScore(_Compared):
     """A metric: the mean of its figures, one a document."""
 
-    metric: str
+    metric: str  # its name in the profile
     code_ref: str  # of user code; "paceline": ``preference_accuracy``
-    higher_is_better: bool
-    documents: int
+    higher_is_better: bool  # the direction of an improvement
+    documents: int  # that have a figure
     scores: dict[str, Interval]  # by model
     slices: tuple[dict[str, object], ...] = Field(default=(), exclude_if=is_empty)  # as a report's
 
@@ -182,9 +185,9 @@ class TaskOverlap(Record):
     """How many rows of a task, prompt and right answer, are in a training split: as a copy, or in
     large part (``evaluation.overlap``)."""
 
-    task: str
-    rows: int
-    found: int
+    task: str  # of lm-eval
+    rows: int  # that were compared
+    found: int  # rows of which enough is in the training split
     examples: tuple[str, ...] = ()  # "row 3 = training key", or how much of the row
 
 
@@ -199,26 +202,31 @@ class Overlap(Record):
     examples: tuple[str, ...] = ()  # "held-out key = training key"
     # None in the report of an older version; copies count here, too
     overlapping: int | None = Field(default=None, exclude_if=is_none)
+    # "held-out key 60%": the share found
     overlapping_examples: tuple[str, ...] = Field(default=(), exclude_if=is_empty)
+    # the same for rows of lm-eval's tasks
     tasks: tuple[TaskOverlap, ...] = Field(default=(), exclude_if=is_empty)
 
 
 class EvaluationReport(Record):
     """All scores on one snapshot's held-out split, and worst slices by document."""
 
-    snapshot_digest: Sha256
-    documents: int
-    bytes: int
-    scores: tuple[ModelScore, ...]
-    slices: tuple[dict[str, object], ...] = ()
+    snapshot_digest: Sha256  # of the snapshot whose held-out split was scored
+    documents: int  # that were scored
+    bytes: int  # of their text
+    scores: tuple[ModelScore, ...]  # of each model
+    slices: tuple[dict[str, object], ...] = ()  # worst slices, by document and by fields
     failures: dict[str, str] = {}  # model without a score → reason
-    seconds: float
+    seconds: float  # that the evaluation took
+    # scores on tasks of lm-eval
     tasks: tuple[TaskScore, ...] = Field(default=(), exclude_if=is_empty)
     tasks_digest: str = Field(default="", exclude_if=is_empty)  # of their manifest
+    # whether prompts of tasks were made with the chat template
     tasks_as_chat: bool = Field(default=False, exclude_if=is_empty)
     # one that has no figures is in ``failures``, as "metric NAME"
     metrics: tuple[MetricScore, ...] = Field(default=(), exclude_if=is_empty)
     of_assistants: bool = Field(default=False, exclude_if=is_empty)  # of conversations, their text
+    # with what the models learned from; None: not compared
     overlaps: tuple[Overlap, ...] | None = Field(default=None, exclude_if=is_none)
 
     def score(self, name: str) -> ModelScore | None:
@@ -246,17 +254,17 @@ class Evaluated(EvaluationReport):
 
 
 class GateCheck(Record):
-    name: str
-    passed: bool
-    got: str
-    wanted: str
+    name: str  # what is checked
+    passed: bool  # whether it holds
+    got: str  # what was found
+    wanted: str  # what the policy requires
 
 
 class GateDecision(Record):
     """Whether the candidate passed the promotion gate, and each check."""
 
-    passed: bool
-    checks: tuple[GateCheck, ...]
+    passed: bool  # whether every check passed
+    checks: tuple[GateCheck, ...]  # with what each found
     # of the policy; None in the evidence of an older version
     policy_digest: Sha256 | None = Field(default=None, exclude_if=is_none)
 
@@ -275,20 +283,23 @@ class Evidence(Record):
     run_id: str
     model_id: ModelId
     manifest_digest: Sha256  # of the published candidate
-    weights_digest: Sha256
-    base_version: str
-    base_manifest_digest: Sha256
-    snapshot_digest: Sha256
+    weights_digest: Sha256  # of the candidate's weights
+    base_version: str  # of the version that was trained
+    base_manifest_digest: Sha256  # SHA-256 of its manifest
+    snapshot_digest: Sha256  # of the snapshot that the candidate was judged on
     job_id: str
-    training_config_digest: Sha256
-    code_version: str
-    evaluation: EvaluationReport
-    gate: GateDecision
-    approver: str | None = None
+    training_config_digest: Sha256  # SHA-256 of the training's settings
+    code_version: str  # of Paceline, with the digest of its sources
+    evaluation: EvaluationReport  # the report that the gate decided from
+    gate: GateDecision  # its decision
+    approver: str | None = None  # who approved; None: no approval was needed
     # None in the evidence of an older version
     report_digest: Sha256 | None = Field(default=None, exclude_if=is_none)
+    # of the record of the training
     training_digest: Sha256 | None = Field(default=None, exclude_if=is_none)
+    # of the snapshot that was trained on
     training_snapshot_url: str | None = Field(default=None, exclude_if=is_none)
+    # of that snapshot
     training_snapshot_digest: Sha256 | None = Field(default=None, exclude_if=is_none)
     approval: Approval | None = Field(default=None, exclude_if=is_none)  # ``approver`` is of it
     # who accepted the bad data that the training passed over, and in which job

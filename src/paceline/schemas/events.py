@@ -57,12 +57,12 @@ class EventName(StrEnum):
 class Event(Record):
     """One event, numbered by the coordinator."""
 
-    seq: int = Field(ge=1)
-    name: EventName
+    seq: int = Field(ge=1)  # the event's number; it grows by one
+    name: EventName  # what happened
     at: float  # seconds since the Unix epoch
     deployment_id: str | None = None
     worker_id: str | None = None
-    data: dict[str, object] = {}
+    data: dict[str, object] = {}  # what else belongs to it; its fields depend on the name
 
 
 ChunkRun = tuple[int, int]  # chunks [first, last], both inclusive
@@ -71,9 +71,9 @@ ChunkRun = tuple[int, int]  # chunks [first, last], both inclusive
 class LeaderView(Record):
     """The responding replica, and the leader it has seen."""
 
-    replica_id: str = ""
-    url: str = ""
-    leads: bool = True
+    replica_id: str = ""  # of the replica that responds
+    url: str = ""  # of that replica
+    leads: bool = True  # whether it is the leader
     leader_url: str | None = None  # None: no known leader
     epoch: int = Field(default=0, ge=0)
 
@@ -83,14 +83,14 @@ class PartMoment(Record):
 
     worker_id: Name
     status: WorkerStatus
-    alive: bool
+    alive: bool  # whether its heartbeats arrive
     chunks: tuple[ChunkRun, ...] = ()  # complete chunks, ascending
-    bytes_held: int = Field(default=0, ge=0)
+    bytes_held: int = Field(default=0, ge=0)  # verified
     rate_bytes_s: float = Field(default=0.0, ge=0)  # over the last seconds
     upstream_worker: str | None = None  # a source key: a worker, or "origin:URL"
-    standing: str = "line"
+    standing: str = "line"  # or "tail", "quarantined"
     verified: bool = False  # it sent a receipt
-    activated: bool = False
+    activated: bool = False  # it switched to the version
     failure: Failure | None = None
 
 
@@ -106,22 +106,23 @@ class DeploymentMoment(Record):
     progress: float = Field(ge=0, le=1)  # share of bytes held by living targets
     rate_bytes_s: float = Field(default=0.0, ge=0)  # sum over all targets
     eta_s: float | None = None  # until the last living target is complete; None: unknown
-    workers: int = Field(ge=0)
-    workers_complete: int = Field(ge=0)
-    workers_failed: tuple[Name, ...] = ()
+    workers: int = Field(ge=0)  # targets
+    workers_complete: int = Field(ge=0)  # that verified the whole model
+    workers_failed: tuple[Name, ...] = ()  # their names
+    # whether the workers switched to it
     activation: Literal["none", "switching", "active"] = "none"
-    total_bytes: int = Field(ge=0)
-    total_chunks: int = Field(ge=1)
-    origin_bytes: int = Field(default=0, ge=0)
-    predicted_seconds: float = 0.0
-    bound_seconds: float = 0.0
+    total_bytes: int = Field(ge=0)  # of the model
+    total_chunks: int = Field(ge=1)  # of the model
+    origin_bytes: int = Field(default=0, ge=0)  # read from the origin so far, by all workers
+    predicted_seconds: float = 0.0  # of the plan, by the cost model
+    bound_seconds: float = 0.0  # that no plan can beat: size / link
     started_at: float  # seconds since the Unix epoch
     completed_at: float | None = None
-    seconds: float | None = None
+    seconds: float | None = None  # that it took; None: not complete
     failure: Failure | None = None
     flow_run_id: Text | None = None
-    flow_wanted: bool = False
-    parts: tuple[PartMoment, ...] = ()
+    flow_wanted: bool = False  # the coordinator starts (or started) that flow run
+    parts: tuple[PartMoment, ...] = ()  # of workers, those that changed
 
 
 class WorkerMoment(Record):
@@ -131,12 +132,12 @@ class WorkerMoment(Record):
     hostname: Text = ""
     rack: Text = ""
     zone: Text = ""
-    alive: bool
+    alive: bool  # whether its heartbeats arrive
     bandwidth_in: float = Field(default=0.0, ge=0)  # bytes per second
-    bandwidth_out: float = Field(default=0.0, ge=0)
-    available_storage: int = Field(default=0, ge=0)
-    findings: Findings = ()
-    inventory: Inventory | None = None
+    bandwidth_out: float = Field(default=0.0, ge=0)  # bytes per second
+    available_storage: int = Field(default=0, ge=0)  # free bytes of the store's disk
+    findings: Findings = ()  # of the node's last `paceline doctor`
+    inventory: Inventory | None = None  # what the machine has; None: not read
 
 
 class Moment(Record):
@@ -144,10 +145,10 @@ class Moment(Record):
 
     kind: Literal["moment"] = "moment"
     at: float  # seconds since the Unix epoch
-    full: bool
-    leader: LeaderView
-    deployments: tuple[DeploymentMoment, ...] = ()
-    workers: tuple[WorkerMoment, ...] = ()
+    full: bool  # false: only what changed
+    leader: LeaderView  # and the replica that responds
+    deployments: tuple[DeploymentMoment, ...] = ()  # that changed, or all
+    workers: tuple[WorkerMoment, ...] = ()  # that changed, or all
     gone: tuple[str, ...] = ()  # deployments no longer shown
 
 
@@ -155,15 +156,15 @@ class EventItem(Record):
     """An event; event numbers have no gaps over the whole installation."""
 
     kind: Literal["event"] = "event"
-    event: Event
+    event: Event  # the event itself
 
 
 class Missed(Record):
     """Events between ``after`` and ``first`` are no longer held; the audit history has them."""
 
     kind: Literal["missed"] = "missed"
-    after: int = Field(ge=0)
-    first: int = Field(ge=0)
+    after: int = Field(ge=0)  # number of the last event that was sent
+    first: int = Field(ge=0)  # number of the oldest event still held
 
 
 class Dropped(Record):

@@ -179,13 +179,13 @@ class Worker(Record):
 class StageRecord(Record):
     """One ledger entry: the output of a stage for given inputs."""
 
-    stage: Name
-    input_digest: Sha256
-    output: dict[str, object]
-    output_digest: Sha256
+    stage: Name  # such as relay or train
+    input_digest: Sha256  # SHA-256 of the stage's inputs
+    output: dict[str, object]  # what the stage returned
+    output_digest: Sha256  # SHA-256 of the output
     run_id: str
-    seconds: float = Field(ge=0)
-    finished_at: float
+    seconds: float = Field(ge=0)  # that the stage took
+    finished_at: float  # seconds since the Unix epoch
 
     @classmethod
     def of(
@@ -211,10 +211,10 @@ class Approval(Record):
     run_id: str
     model_id: ModelId
     evidence_digest: Sha256  # of the evidence without its approver
-    approved: bool
+    approved: bool  # false: rejected
     reason: str = ""
     approver: str  # the token's name
-    token_id: str
+    token_id: str  # of the token that decided
     at: float  # seconds since the Unix epoch
     submitters: tuple[str, ...]  # names of the tokens that submitted the run
 
