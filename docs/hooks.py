@@ -28,6 +28,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from prometheus_client.core import Metric
 from pydantic import BaseModel, TypeAdapter
+from pydantic.json_schema import models_json_schema
 
 import paceline
 import paceline.schemas
@@ -91,6 +92,27 @@ COMMON = {
     "value": "the figure itself",
     "low": "lower end of its interval",
     "high": "upper end of its interval",
+    "seconds": "that it took",
+    "bytes": "its size",
+    "url": "where it lies",
+    "documents": "how many samples",
+    "notes": "what else happened, for a person",
+    "predicted_seconds": "of the plan, by the cost model",
+    "bound_seconds": "that no plan can beat: size / link",
+    "total_bytes": "of the model",
+    "origin_bytes": "read from the origin, by all workers",
+    "cross_rack_bytes": "sent from one rack to another",
+    "refetched_bytes": "received again, after a loss or a wrong digest",
+    "pieces_reused": "pieces that the nodes had before",
+    "bytes_reused": "bytes that the nodes had before",
+    "evidence_digest": "SHA-256 of the evidence",
+    "workers_failed": "their names",
+    "workers": "how many",
+    "racks": "how many",
+    "ranks": "processes of the gang",
+    "steps": "optimizer steps",
+    "plan": "the plan that was followed",
+    "alias": "champion",
 }
 
 
@@ -155,11 +177,27 @@ def _help(
 
 
 def python() -> str:
-    """Return the signature and docstring of each name that ``import paceline`` offers."""
+    """Return the signature and docstring of each name that ``import paceline`` offers, then the
+    fields of the records that these return."""
     names = sorted(
         set(paceline.__all__) - {"__version__"}, key=lambda name: (name[0].isupper(), name)
     )
-    return "\n\n".join(part for name in names for part in _name(name, getattr(paceline, name)))
+    page = "\n\n".join(part for name in names for part in _name(name, getattr(paceline, name)))
+    return "\n\n".join([page, *_results(page)])
+
+
+def _results(page: str) -> Iterator[str]:
+    """Return the records in the return types of the signatures of ``page``, and those in them."""
+    kinds = {}
+    for returned in re.findall(r"\) -> ([^:\n]+):", page):
+        for name in re.findall(r"\w+", returned):
+            if inspect.isclass(kind := getattr(paceline.schemas, name, None)):
+                kinds[name] = kind
+    _, schema = models_json_schema(
+        [(kind, "validation") for kind in kinds.values()], ref_template=REFERENCE + "{model}"
+    )
+    yield "## Records\n\nWhat the functions return: pydantic models, with these fields."
+    yield from _records(schema["$defs"])
 
 
 def _name(name: str, offered: Any) -> Iterator[str]:
@@ -281,18 +319,23 @@ def _model(schema: Schema) -> str:
 
 def _records(known: dict[str, Schema]) -> Iterator[str]:
     meanings = _comments(settings) | _comments(training)
+    kinds: dict[str, type] = {}
     for each in pkgutil.iter_modules(paceline.schemas.__path__):
-        meanings |= _comments(importlib.import_module(f"paceline.schemas.{each.name}"))
+        module = importlib.import_module(f"paceline.schemas.{each.name}")
+        meanings |= _comments(module)
+        kinds |= dict(inspect.getmembers(module, inspect.isclass))
     for name, schema in sorted(known.items()):
         yield f"### {name}\n\n{_text(schema.get('description', ''))}"
         record = re.sub("-(Input|Output)$", "", name)  # of one that is both body and answer
+        owners = [record, *(base.__name__ for base in inspect.getmro(kinds.get(record, object)))]
         required = schema.get("required", ())
         if "properties" in schema:
             yield _table(
                 ("field", "type", "default", "meaning"),
                 (
                     (f"`{key}`", _type(each), "required" if key in required else _default(each),
-                     meanings.get((record, key)) or _text(each.get("description", ""))
+                     next(filter(None, (meanings.get((own, key)) for own in owners)), "")
+                     or _text(each.get("description", ""))
                      or COMMON.get(key, ""))
                     for key, each in schema["properties"].items()
                 ),
@@ -332,8 +375,7 @@ def _default(schema: Schema) -> str:
 def _comments(module: ModuleType) -> dict[tuple[str, str], str]:
     """Return what comments of ``module`` state of each field of each class.
 
-    A field's comment is on its last line, or on lines of their own right above it. Classes have
-    the comments of their bases in this module.
+    A field's comment is on its last line, or on lines of their own right above it.
     """
     source = inspect.getsource(module)
     lines = source.splitlines()
@@ -344,9 +386,6 @@ def _comments(module: ModuleType) -> dict[tuple[str, str], str]:
     }
     found = {}
     for node in ast.walk(ast.parse(source)):
-        for base in node.bases if isinstance(node, ast.ClassDef) else ():
-            of_base = [(key, text) for key, text in found.items() if key[0] == ast.unparse(base)]
-            found |= {(node.name, name): text for (_, name), text in of_base}
         for field in node.body if isinstance(node, ast.ClassDef) else ():
             target = (
                 getattr(field, "target", None) or (getattr(field, "targets", None) or [None])[0]

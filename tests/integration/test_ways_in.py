@@ -17,7 +17,7 @@ from paceline.client import CoordinatorClient
 from paceline.config import Runtime
 from paceline.registry import Registry
 from paceline.schemas import JobState
-from tests.support.browser import chromium, click, keep, resize, see, send_credentials
+from tests.support.browser import chromium, click, keep_each_width, resize, see, send_credentials
 from tests.support.stack import (
     Ended,
     await_registered,
@@ -100,6 +100,7 @@ def test_a_person_presses_run_in_prefect_and_finds_the_run_in_mlflow(
     deployment = deployment_id(stack)
     before = {each["id"] for each in runs_of(stack, deployment)}
     with chromium() as browser:
+        resize(browser, 1280)
         look_at(browser, stack, deployment, "//button[normalize-space()='Run']")
         click(browser, "//button[normalize-space()='Run']")
         click(browser, "//*[normalize-space(text())='Quick run' or normalize-space()='Quick run']")
@@ -111,8 +112,7 @@ def test_a_person_presses_run_in_prefect_and_finds_the_run_in_mlflow(
         link = mlflow_link_of(stack, flow_run_id)
         browser.get(f"{stack.endpoints.prefect_ui_url}/runs/flow-run/{flow_run_id}")
         see(browser, "//*[normalize-space(text())='Completed']", 60)
-        time.sleep(3)  # the graph of tasks draws itself
-        keep(browser, "prefect-run")
+        keep_each_width(browser, "prefect-run")
         send_credentials(browser, stack.secrets.mlflow_auth)
         browser.get(link)
         name = in_mlflow(stack, link)["mlflow.runName"]
@@ -120,8 +120,7 @@ def test_a_person_presses_run_in_prefect_and_finds_the_run_in_mlflow(
         if (first := str(lifecycle.answer["links"]["mlflow"])) != link:  # its stages were its own
             browser.get(first)
             see(browser, "//*[contains(text(), 'lifecycle')]", 60)
-        time.sleep(2)
-        keep(browser, "mlflow-run")
+        keep_each_width(browser, "mlflow-run")
 
 
 @pytest.mark.nightly
@@ -147,15 +146,14 @@ def test_a_researcher_fills_prefects_form_and_finds_the_job(
             field = f"({label}/following::*[self::input or self::textarea])[1]"
             see(browser, field).clear()
             see(browser, field).send_keys(value)
-        keep(browser, "prefect-form")
+        keep_each_width(browser, "prefect-form")
         click(browser, "//button[normalize-space()='Submit']")
         wait_until(lambda: client.jobs(name=given["Name"]).jobs, 120, "it is a job")
         (job,) = client.jobs(name=given["Name"]).jobs
         assert (job.spec.priority, job.adopted) == (7, True)
         browser.get(f"{stack.endpoints.prefect_ui_url}/runs/flow-run/{job.flow_run_id}")
         see(browser, "//*[normalize-space(text())='Completed']", 120)
-        time.sleep(3)  # the graph of tasks draws itself
-        keep(browser, "prefect-job")
+        keep_each_width(browser, "prefect-job")
     wait_until(lambda: client.job(job.job_id).job.state.is_final, 60, "the job ends")
     assert client.job(job.job_id).job.state is JobState.SUCCEEDED
 

@@ -37,6 +37,20 @@ def test_every_field_of_every_route_has_a_meaning() -> None:
     assert not [(heading, name) for heading, name, meaning in found if not meaning]
 
 
+def test_the_python_page_documents_each_name_and_what_it_returns() -> None:
+    page = hooks.python()
+    names, records = page.split("\n## Records\n")
+    for each in re.split(r"^##+ ", names, flags=re.MULTILINE)[1:]:
+        name, *parts = [part for part in each.split("\n\n") if part]
+        assert any(not part.startswith("```") for part in parts), name
+    fields = {(heading, name) for heading, name, _ in rows(records)}
+    for record, field in {
+        "Distribution": "receipts", "TrainResult": "export_url", "DeploymentView": "progress",
+        "RunSummary": "gate", "EvaluateAnswer": "report_digest",
+    }.items():  # fmt: skip
+        assert (f"### {record}", field) in fields
+
+
 def test_the_exit_codes_are_those_of_the_errors() -> None:
     text = (ROOT / "docs/reference/errors.md").read_text(encoding="utf-8")
     cells = re.findall(r"^\| ([\d, ]+) \|", text, re.MULTILINE)

@@ -7,6 +7,7 @@ import base64
 import contextlib
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ QUIET = (
     "--hide-scrollbars", "--window-size=1500,1050",
 )  # fmt: skip
 
+WIDTHS = {"": 1280, "-phone": 390}  # suffix of a picture → CSS pixels
 
 _open: list[Any] = []  # this process's: a start takes 2 s of CPU time
 
@@ -107,3 +109,11 @@ def keep(browser: Any, name: str) -> None:
     if directory := os.environ.get("PACELINE_SCREENSHOTS"):
         Path(directory).mkdir(parents=True, exist_ok=True)
         browser.save_screenshot(str(Path(directory) / f"{name}.png"))
+
+
+def keep_each_width(browser: Any, name: str) -> None:
+    """Save screenshots at the width of a phone and of a desk, which the window keeps."""
+    for suffix, width in reversed(WIDTHS.items()):
+        resize(browser, width)
+        time.sleep(3)  # the graph of tasks draws itself
+        keep(browser, name + suffix)

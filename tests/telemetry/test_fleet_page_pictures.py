@@ -18,7 +18,7 @@ from paceline.manifest import build_manifest, write_manifest
 from paceline.schemas import JobState
 from tests.api.conftest import PATIENT, Served
 from tests.cli.test_approve import judged
-from tests.support.browser import chromium, click, keep, resize, see
+from tests.support.browser import WIDTHS, chromium, click, keep, resize, see
 from tests.support.rclone import rclone_s3
 from tests.support.stack import environment, wait_until
 from tests.support.web import serving
@@ -37,7 +37,6 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
 MODEL, NODES, LINK_MBIT = "acme-7b", 6, 4.0
 SIZES = {"1": 2_000_000, "2": 60_000_000}  # of version 2 two minutes are under way
-WIDTHS = {"": 1280, "-phone": 390}  # suffix of the picture → CSS pixels
 EVENTS = "//h2[text()='What happened']"
 # picture → address of the view, what is pressed there, what is to be seen before the picture
 VIEWS = {

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.training import JOB_FILE, METRICS_FILE, Lines, is_directory, recorded_here
+from paceline.cli.training.reproduce import _Teller
 from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.errors import CorruptData, InvalidInput, NotFound
 from paceline.schemas import RankEvent, TrainResult
@@ -78,3 +79,9 @@ def test_an_unfinished_or_damaged_training_is_no_record(tmp_path: Path) -> None:
 def test_a_run_is_told_from_a_directory(tmp_path: Path) -> None:
     assert is_directory(str(tmp_path)) and is_directory("./away")
     assert not is_directory("run-20260101-000000-abcdef")
+
+
+def test_the_progress_of_a_reproduction_rounds_the_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    event = {"event": "step", "rank": 0, "attempt": 1, "step": 3, "data": {"loss": 2.123456789}}
+    _Teller(3)(RankEvent.model_validate(event))
+    assert capsys.readouterr().err.endswith("3/3  loss 2.1235\n")

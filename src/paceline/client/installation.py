@@ -168,6 +168,7 @@ class Client(JobMethods):
         self.close()
 
     def close(self) -> None:
+        """Close the connections to the coordinator; the end of a ``with`` does so."""
         self.coordinator.close()
 
     # -- what there is
@@ -181,9 +182,11 @@ class Client(JobMethods):
         return self.coordinator.workers()
 
     def deployments(self) -> list[Deployment]:
+        """Return every deployment that the coordinator holds, those that ended included."""
         return self.coordinator.deployments()
 
     def deployment(self, deployment_id: str) -> DeploymentView:
+        """Return a deployment with its progress and workers; raises NotFound for another id."""
         return self.coordinator.deployment(deployment_id)
 
     # -- deployments

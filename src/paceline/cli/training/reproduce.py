@@ -230,4 +230,5 @@ class _Teller:
             return
         if event.step % self._every == 0 or event.step in (1, self._steps):
             loss = event.data.get("loss")
-            click.echo(f"  step {event.step:>6}/{self._steps}  loss {loss}", err=True)
+            shown = f"{loss:.4f}" if isinstance(loss, int | float) else loss
+            click.echo(f"  step {event.step:>6}/{self._steps}  loss {shown}", err=True)
