@@ -27,7 +27,8 @@ from paceline.models.files import (
 TRAINED = ("F32", "BF16", "F16")
 EMBEDDINGS = ("model.embed_tokens.weight", "gpt_neox.embed_in.weight")
 LAYER = re.compile(r"\blayers\.(\d{1,6})\.")
-MASK = re.compile(r"attention\.(masked_)?bias$").search  # of old GPT-NeoX files: not read
+# buffers that older versions of transformers wrote among the weights
+is_unread = re.compile(r"(attention\.(masked_)?bias|rotary_emb\.inv_freq)$").search
 SINGLE = "model.safetensors"
 PREFIX = re.compile(r"^(?:\w+\.)*?(?=layers\.|embed_|norm\.|final_layer_norm\.)")
 # model_type → its prefix, and the parts that each layer and the model around them have in a file
@@ -37,6 +38,15 @@ OF_LLAMA = (
     "self_attn.o_proj mlp.gate_proj mlp.up_proj mlp.down_proj",
     "embed_tokens norm",
 )
+HEAD = "lm_head"
+QK_NORMS = "self_attn.q_norm self_attn.k_norm"
+FEEDFORWARD_NORMS = "pre_feedforward_layernorm post_feedforward_layernorm"
+MORE_PARTS = {  # of a layer, beyond Llama's
+    "qwen3": QK_NORMS,
+    "gemma2": FEEDFORWARD_NORMS,
+    "gemma3_text": f"{QK_NORMS} {FEEDFORWARD_NORMS}",
+}
+BIASED = ("qwen2", "gpt_neox")  # whatever the config says
 PARTS = {
     "gpt_neox": (
         "gpt_neox.",
@@ -83,21 +93,35 @@ def require_described(
 
 def require_tensors(directory: Path, lora: LoraSettings | None) -> None:
     """Raise InvalidInput where the weights in ``directory``, of ours or in transformers' layout,
-    lack a tensor that their family has, or a layer that ``lora`` names."""
+    lack a tensor that their family has, have another, or lack a layer that ``lora`` names."""
     raw, found = read_json(directory / CONFIG_FILE), _tensors(directory)
     family, count = raw.get("model_type", "llama"), raw.get("num_hidden_layers")
     prefix, parts, around = PARTS.get(family, OF_LLAMA)
-    layers = range(count if isinstance(count, int) else 0)
-    wanted = [f"layers.{number}.{part}" for number in layers for part in parts.split()]
-    known = {PREFIX.sub("", name) for name in found}
-    lacking = [each for each in (*around.split(), *wanted) if f"{each}.weight" not in known]
-    if lacking:
-        raise InvalidInput(
-            "weights lack tensors of the architecture",
-            got=f"{prefix}{lacking[0]}.weight (and {len(lacking) - 1} more)",
-            wanted=f"the tensors of model_type {family}",
-            where=directory,
-        )
+    numbers = {int(each[1]) for name in found if (each := LAYER.search(name))}
+    layers = range(count) if isinstance(count, int) else sorted(numbers)
+    parts = f"{parts} {MORE_PARTS.get(family, '')}"
+    wanted = {f"{each}.weight": prefix for each in around.split()} | {f"{HEAD}.weight": ""}
+    wanted |= {f"layers.{n}.{part}.weight": prefix for n in layers for part in parts.split()}
+    names = {
+        PREFIX.sub("", name).replace("embed_out.", f"{HEAD}."): name
+        for name in found
+        if not is_unread(name)
+    }
+    lacking = [f"{wanted[each]}{each}" for each in wanted if each not in names]
+    ends = f"{prefix}{around.split()[0]}.weight", f"{HEAD}.weight"
+    if raw.get("tie_word_embeddings") is not False and not set(ends) <= set(lacking):
+        lacking = [each for each in lacking if each not in ends]  # tied: either has the values
+    if family in BIASED or raw.get("attention_bias") or raw.get("mlp_bias"):
+        wanted |= {f"{each.removesuffix('.weight')}.bias": prefix for each in wanted}
+    unknown = sorted(name for each, name in names.items() if each not in wanted)
+    for what, odd in (("lack", lacking), ("have unknown", unknown)):
+        if odd:
+            raise InvalidInput(
+                f"weights {what} tensors of the architecture",
+                got=f"{odd[0]} (and {len(odd) - 1} more)",
+                wanted=f"the tensors of model_type {family}",
+                where=directory,
+            )
     if lora is not None and list(lora.target_modules) != [ALL_LINEAR]:
         matrices = [name for name in found if len(found[name].get("shape", ())) == 2]
         linear = [each.removesuffix(".weight") for each in matrices if LAYER.search(each)]
@@ -131,7 +155,7 @@ def _require_shapes(
                 "weights do not fit the config", got=got, wanted=wanted, where=directory
             )
 
-    dtypes = sorted({str(each.get("dtype")) for name, each in found.items() if not MASK(name)})
+    dtypes = sorted({str(each.get("dtype")) for name, each in found.items() if not is_unread(name)})
     require(len(dtypes) == 1 and dtypes[0] in TRAINED, ", ".join(dtypes), f"one of {TRAINED}")
     for name in EMBEDDINGS:
         shape = found.get(name, {}).get("shape")

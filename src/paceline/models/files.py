@@ -21,6 +21,11 @@ CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"  # has the chat template, or one lies beside it
 INDEX_FILE = "model.safetensors.index.json"
+MULTIMODAL_GEMMA = (  # what to do with one: its text model is of a family that is trained
+    "Save its text model: whole = AutoModelForImageTextToText.from_pretrained(…); "
+    "text = AutoModelForCausalLM.from_config(whole.config.text_config); "
+    "text.model.load_state_dict(whole.model.language_model.state_dict()); text.save_pretrained(…)."
+)
 ADAPTER_FILE = "adapter_config.json"  # peft's
 DESCRIBING = (CONFIG_FILE, TOKENIZER_FILE, INDEX_FILE)  # what is read of a model beside weights
 SUFFIX = ".safetensors"
@@ -106,12 +111,19 @@ def read_pretrained_config(directory: Path) -> dict[str, Any]:
             got=f"model_type {family!r}",
             wanted=f"one of {', '.join(FAMILIES)}",
             where=path,
-            do="Train it as a model of your own: training.code_ref.",
+            do=MULTIMODAL_GEMMA
+            if family == "gemma3"
+            else "Train it as a model of your own: training.code_ref.",
         )
     made_for = raw.get("architectures") or [FAMILIES[family]]
     if FAMILIES[family] not in made_for:
         raise InvalidInput(
-            "not a language model", got=made_for, wanted=FAMILIES[family], where=path
+            "not a language model",
+            got=made_for,
+            wanted=FAMILIES[family],
+            where=path,
+            do="Take the checkpoint with its head (lm_head). Where embeddings are tied, transformers "
+            "adds it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…).",
         )
     if raw.get("quantization_config"):
         raise InvalidInput(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from paceline.errors import InvalidInput
 from paceline.models.config import BY_LENGTH, FAMILIES, require_tokenizer
+from paceline.models.description import is_unread
 from paceline.models.files import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -242,11 +242,10 @@ class Pretrained:
 
     def _require_weights(self) -> None:
         missing = [name for name in self._expected if self._stored_name(name) not in self.stored]
-        ignored = getattr(self.empty, "_keys_to_ignore_on_load_unexpected", None) or ()
         unknown = [
             name
             for name in sorted(self.stored)
-            if name not in self._expected and not any(re.search(each, name) for each in ignored)
+            if name not in self._expected and not is_unread(name)
         ]
         for what, names in (("lack", missing), ("have unknown", unknown)):
             if names:
