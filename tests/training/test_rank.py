@@ -21,12 +21,14 @@ from paceline.errors import (
     StorageFull,
     TrainingFailed,
 )
+from paceline.manifest import build_manifest, write_manifest
 from paceline.models import load_model, weights_digest
 from paceline.storage import ObjectStore
 from paceline.training.checkpoint import Generations
 from paceline.training.launcher import JobTracker, NodePool
 from paceline.training.loop import STOPPED_EXIT, StopFlag
 from tests.jobs.test_cost import result
+from tests.support.hugging_face import change_weights, write_model
 from tests.training.conftest import BUCKET, SETTINGS, Camp
 
 
@@ -191,6 +193,31 @@ def test_another_model_or_a_damaged_one_is_refused(camp: Camp, base_dir: Path) -
             camp.run_alone(camp.job("damaged", version="v3"))
     finally:
         shutil.rmtree(damaged)
+
+
+def test_tied_weights_that_differ_are_refused_before_training(camp: Camp, base_dir: Path) -> None:
+    tied = write_model("qwen2", base_dir.with_name("tied"), max_position_embeddings=4096)
+    try:
+        for added, words in ((0.0, None), (1.0, "tied weights differ")):
+            change_weights(
+                tied,
+                lambda found, by=added: found.update({
+                    "lm_head.weight": found["model.embed_tokens.weight"] + by
+                }),
+            )
+            (tied / "manifest.json").unlink(missing_ok=True)
+            manifest = build_manifest(tied, model_id="tiny", version="tied", link_mbit=100)
+            write_manifest(tied, manifest)
+            job = camp.job(
+                f"tied-{added}", version="tied", manifest_digest=manifest.digest, steps=1
+            )
+            if words is None:
+                assert camp.run_alone(job)[0] == 0
+                continue
+            with pytest.raises(InvalidInput, match=words):
+                camp.run_alone(job)
+    finally:
+        shutil.rmtree(tied)
 
 
 def test_a_checkpoint_of_other_settings_is_not_continued(camp: Camp) -> None:

@@ -243,6 +243,7 @@ def _load_task(
         model = workload.build()
     elif is_pretrained(directory := verified_base(node, job)):
         saved = Pretrained.open(directory)
+        saved.require_tied()  # a rank reads one of them: the other would be lost without a word
         context = task_size_of(job, runtime.profile).context
         require_pretrained(saved, job.settings, context, snapshot)
         workload = TransformerWorkload(saved, job.settings.seed)
