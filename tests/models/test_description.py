@@ -38,7 +38,9 @@ def add_buffers(tensors: dict[str, torch.Tensor]) -> None:
     """What older versions of transformers wrote beside the weights of each layer."""
     is_neox = any(name.startswith("gpt_neox.") for name in tensors)
     for number in range(SHAPE["num_hidden_layers"]):
-        at = f"gpt_neox.layers.{number}.attention" if is_neox else f"model.layers.{number}.self_attn"
+        at = (
+            f"gpt_neox.layers.{number}.attention" if is_neox else f"model.layers.{number}.self_attn"
+        )
         tensors[f"{at}.rotary_emb.inv_freq"] = torch.ones(4)
         if is_neox:
             tensors[f"{at}.bias"] = torch.ones(1, 1, 64, 64, dtype=torch.bool)

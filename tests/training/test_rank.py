@@ -201,9 +201,9 @@ def test_tied_weights_that_differ_are_refused_before_training(camp: Camp, base_d
         for added, words in ((0.0, None), (1.0, "tied weights differ")):
             change_weights(
                 tied,
-                lambda found, by=added: found.update({
-                    "lm_head.weight": found["model.embed_tokens.weight"] + by
-                }),
+                lambda found, by=added: found.update(
+                    {"lm_head.weight": found["model.embed_tokens.weight"] + by}
+                ),
             )
             (tied / "manifest.json").unlink(missing_ok=True)
             manifest = build_manifest(tied, model_id="tiny", version="tied", link_mbit=100)

@@ -8,6 +8,7 @@ Both ways give the same numbers. Shape letters: see ``transformer``.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,11 +58,13 @@ class KeptKeys:
         return k, v
 
 
+# attention in one call, of q_BHTE, k_BKTE, v_BKTE and a mask_B1TT (None: all earlier tokens)
+AttendOnce = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 # a mask_B1TT, segments, kept keys and values, or None: all earlier tokens
 AttentionScope = Tensor | DocumentSegments | KeptKeys | None
 
 
-def attention_scope(documents_BT: Tensor | None) -> AttentionScope:
+def attention_scope(documents_BT: Tensor | None) -> Tensor | DocumentSegments | None:
     """Return what each token attends to: its own document's earlier tokens, or all of them for
     None.
 
@@ -114,7 +117,7 @@ def document_mask(documents_BT: Tensor) -> Tensor:
 def attend(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, seen: AttentionScope) -> Tensor:
     """Return each token's mix of values: over all earlier tokens, or over those in ``seen``."""
     if isinstance(seen, DocumentSegments):
-        return _apart(q_BHTE, k_BKTE, v_BKTE, seen)
+        return attend_apart(q_BHTE, k_BKTE, v_BKTE, seen, _attend_at_once)
     if isinstance(seen, KeptKeys):
         t, before = q_BHTE.shape[2], seen.length
         k_BKTE, v_BKTE = seen.extended(k_BKTE, v_BKTE)
@@ -128,8 +131,23 @@ def attend(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, seen: AttentionScope)
     return _attend_at_once(q_BHTE, k_BKTE, v_BKTE, seen)
 
 
+def attend_apart(
+    q_BHTE: Tensor,
+    k_BKTE: Tensor,
+    v_BKTE: Tensor,
+    spans: DocumentSegments,
+    attend_once: AttendOnce,
+) -> Tensor:
+    """Return each token's mix of the values in its segment."""
+    return _apart(q_BHTE, k_BKTE, v_BKTE, spans, attend_once)
+
+
 def _attend_apart(
-    q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, spans: DocumentSegments
+    q_BHTE: Tensor,
+    k_BKTE: Tensor,
+    v_BKTE: Tensor,
+    spans: DocumentSegments,
+    attend_once: AttendOnce,
 ) -> Tensor:
     rows = []
     whole = (each.unbind(0) for each in (q_BHTE, k_BKTE, v_BKTE))
@@ -137,9 +155,7 @@ def _attend_apart(
         # split, not slices: the gradients of a split are concatenated once, while each slice's
         # gradient fills a whole row.
         parts = (each[None].split(sizes, dim=2) for each in (q_HTE, k_KTE, v_KTE))
-        found = [
-            _attend_at_once(q, k, v, mask) for q, k, v, mask in zip(*parts, masks, strict=True)
-        ]
+        found = [attend_once(q, k, v, mask) for q, k, v, mask in zip(*parts, masks, strict=True)]
         rows.append(torch.cat(found, dim=2))
     return torch.cat(rows)
 

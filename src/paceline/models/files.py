@@ -122,8 +122,8 @@ def read_pretrained_config(directory: Path) -> dict[str, Any]:
             got=made_for,
             wanted=FAMILIES[family],
             where=path,
-            do="Take the checkpoint with its head (lm_head). Where embeddings are tied, transformers "
-            "adds it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…).",
+            do="Take the checkpoint with its head (lm_head). Where embeddings are tied, "
+            "transformers adds it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…).",
         )
     if raw.get("quantization_config"):
         raise InvalidInput(

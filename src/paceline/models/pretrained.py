@@ -36,6 +36,7 @@ from paceline.models.tensor_files import (
     require_finite,
     stored_tensors,
 )
+from paceline.models.transformers_attention import needs_scopes, scopes_of, whole_rows
 
 CPU = torch.device("cpu")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -321,7 +322,7 @@ def _build(config: Any) -> nn.Module:
 
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(
-            config, attn_implementation=_attention(config.model_type)
+            config, attn_implementation=whole_rows(_attention(config.model_type))
         )
     plain: Any = type(model)
     model.__class__ = _with_documents(plain)
@@ -354,12 +355,14 @@ def _with_documents(kind: type[Any]) -> type[Any]:
         documents_BT: Tensor | None = None,
         cache: Any = None,
     ) -> Tensor:
-        mask = None
+        attention: dict[str, Any] = {"attention_mask": None}
         exchange = getattr(self, "exchange", None)  # a ``RowExchange``: tokens are parts of rows
-        if exchange is not None and documents_BT is None and _needs_mask(self.config):
+        if exchange is not None and documents_BT is None and needs_scopes(self.config):
             documents_BT = tokens_BT.new_zeros(len(tokens_BT), tokens_BT.shape[1] * exchange.parts)
         if documents_BT is not None:
-            mask = document_masks(self.config, documents_BT)
+            # Of four dimensions: transformers takes it as it is, and makes no mask of its own.
+            attention = {"attention_mask": documents_BT[:, None, None]}
+            attention["scopes"] = scopes_of(self.config, documents_BT)
             if any(each in repr(self.config.rope_parameters) for each in BY_LENGTH):
                 positions_BT = positions_in_pieces(documents_BT)
         # The parts around the head, as caps of logits, are of the class: not of other stages.
@@ -367,9 +370,9 @@ def _with_documents(kind: type[Any]) -> type[Any]:
         outputs = run(
             **{"input_ids" if self.has_embedding else "inputs_embeds": tokens_BT},
             position_ids=positions_BT,
-            attention_mask=mask,
             past_key_values=cache,
             use_cache=cache is not None,
+            **attention,
         )
         found: Tensor = outputs.logits if self.has_head else outputs.last_hidden_state
         return found
@@ -420,36 +423,6 @@ def positions_in_pieces(documents_BT: Tensor) -> Tensor:
     at_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
     begins_BT = documents_BT.diff(prepend=documents_BT[:, :1]) != 0
     return at_T - (begins_BT * at_T).cummax(1).values
-
-
-def document_masks(config: Any, documents_BT: Tensor) -> Any:
-    """Return which earlier tokens of its own document each token attends to.
-
-    One mask_B1TT, or one by kind of layer where layers differ (full, sliding window).
-    """
-    t = documents_BT.shape[1]
-    at_T = torch.arange(t, device=documents_BT.device)
-    distance_TT = at_T[:, None] - at_T[None, :]
-    same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
-    full_B1TT = (same_BTT & (distance_TT >= 0))[:, None]
-    window = getattr(config, "sliding_window", None)
-    near_B1TT = full_B1TT if window is None else full_B1TT & (distance_TT < window)
-    if config._attn_implementation.endswith("eager"):  # adds the mask to the scores
-        full_B1TT, near_B1TT = _as_bias(full_B1TT), _as_bias(near_B1TT)
-    if getattr(config, "layer_types", None):
-        return {"full_attention": full_B1TT, "sliding_attention": near_B1TT}
-    return near_B1TT
-
-
-def _needs_mask(config: Any) -> bool:
-    """Return whether a row of one document needs a mask, too: none means all earlier tokens."""
-    window = getattr(config, "sliding_window", None)
-    return window is not None or bool(config._attn_implementation.endswith("eager"))
-
-
-def _as_bias(mask_B1TT: Tensor) -> Tensor:
-    lowest = torch.finfo(torch.float32).min
-    return torch.zeros(mask_B1TT.shape, device=mask_B1TT.device).masked_fill(~mask_B1TT, lowest)
 
 
 def _initialise_buffers(model: Any, module: nn.Module) -> None:

@@ -12,10 +12,7 @@ attention a process gives its tokens' heads away and gets some heads of all toke
 
 from __future__ import annotations
 
-import copy
 import math
-import sys
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +21,7 @@ from torch import Tensor, nn
 
 from paceline.models.attention import AttentionScope, KeptKeys, attend, attention_scope
 from paceline.models.config import ModelConfig
+from paceline.models.transformers_attention import exchange_parts
 
 INITIAL_STD = 0.02
 Rotation = tuple[Tensor, Tensor]  # cos and sin, (T or more, E) or (B, 1, T, E)
@@ -303,34 +301,4 @@ def attend_over_rows(model: nn.Module, exchange: RowExchange) -> None:
         each.exchange = exchange  # type: ignore[assignment] # torch: modules and tensors
     if any(isinstance(each, Attention) for each in model.modules()):
         return
-    from transformers import AttentionInterface
-
-    whole: Any = model.config
-    kind = whole._attn_implementation
-    # Under a name that transformers has no mask for: it builds none of its own, for a part.
-    config = copy.deepcopy(whole)  # ``Pretrained`` has the other, to build more models
-    config._attn_implementation = f"parts of rows, {kind}"
-    AttentionInterface.register(config._attn_implementation, partial(_attend, kind))
-    for each in model.modules():
-        if getattr(each, "config", None) is whole:
-            each.config = config
-
-
-def _attend(
-    kind: str,
-    module: Any,
-    q_BHTE: Tensor,
-    k_BKTE: Tensor,
-    v_BKTE: Tensor,
-    attention_mask: Tensor | None,
-    **settings: Any,
-) -> tuple[Tensor, None]:
-    """Attend as transformers' ``kind`` does, in between two exchanges."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    attend = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager)
-    exchange: RowExchange = module.exchange
-    q_BHTE, k_BKTE, v_BKTE = map(exchange.to_rows, (q_BHTE, k_BKTE, v_BKTE))
-    out_BTHE, _ = attend(module, q_BHTE, k_BKTE, v_BKTE, attention_mask, **settings)
-    return exchange.to_parts(out_BTHE.transpose(1, 2)).transpose(1, 2), None
+    exchange_parts(model)
