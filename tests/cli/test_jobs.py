@@ -227,8 +227,12 @@ def test_a_job_leads_to_the_version_that_was_registered_of_it(served: Served) ->
         return client.job(job_id).job.state is JobState.SUCCEEDED
 
     wait_until(ended, 30, "the job ends")
-    shown = said(served, "job", "show", job_id)
-    assert shown["pages"]["version"].endswith("/#/models/acme--m/versions/12"), "the newest one"
+
+    def version() -> str:  # MLflow is asked again after a while where it was slow
+        return str(said(served, "job", "show", job_id)["pages"].get("version", ""))
+
+    wait_until(version, 30, "the version is found")
+    assert version().endswith("/#/models/acme--m/versions/12"), "the newest one"
 
 
 def test_where_leads_to_the_runs_own_pages(served: Served) -> None:

@@ -272,12 +272,6 @@ def test_numbers_beside_the_text_need_a_batching_that_keeps_samples_apart(tmp_pa
         ask(*jsonl, "--output", str(tmp_path / "out"), "--set", "data.batching=packed")
 
 
-def test_options_of_the_other_way_to_train_are_refused(tmp_path: Path) -> None:
-    for option in (["--profile", "ci"], ["--set", "training.steps=3"], []):
-        with pytest.raises(InvalidInput, match="On this machine"):
-            ask("bytelm", "v1", "--snapshot", "s3://x", "--output", str(tmp_path / "out"), *option)
-
-
 def prepared(output: Path, text: Path, *overrides: str) -> TrainJob:
     pairs = dict(each.split("=") for each in (*overrides, *SMALL[1::2]))
     asked = single.TrainingRequest(

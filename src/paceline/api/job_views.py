@@ -92,8 +92,9 @@ class ShownJob:
                 with contextlib.suppress(PacelineError):
                     if run_id not in self._runs:
                         self._runs |= self._log.pages_of_runs(run_id)
-                    page = self._log.page_of_training(job.spec.model_id, training)
-                    self._versions[run_id] = page
+                    if training:
+                        page = self._log.page_of_training(job.spec.model_id, training)
+                        self._versions[run_id] = page
             finally:
                 self._asking.release()
         found = {
