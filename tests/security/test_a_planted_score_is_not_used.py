@@ -109,7 +109,10 @@ def test_a_model_is_known_by_all_that_its_predictions_follow_from(tmp_path: Path
     """The flow finds, from a manifest or an export, the digest that the node computes."""
     config = config_for(20_000, 32)
     save_model(new_model(config, 1), config, tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
+    chat = ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json",
+            "generation_config.json")  # fmt: skip
+    for name in ("tokenizer.json", *chat):
+        (tmp_path / name).write_text("{}")
     bucket, export = Bucket(), "s3://paceline/checkpoints/job-1/export"
     for each in tmp_path.iterdir():
         bucket.objects[f"{export}/{each.name}"] = each.read_bytes()
@@ -127,9 +130,11 @@ def test_a_model_is_known_by_all_that_its_predictions_follow_from(tmp_path: Path
         found = scores.recorded_scores(run, spec, {one: where})
         assert {name: each.subject for name, each in found.items()} == {one: subject}
     digests = {subject}
-    for name in ("config.json", "tokenizer.json", "model.safetensors.index.json"):
+    for name in ("config.json", "tokenizer.json", "model.safetensors.index.json", *chat):
         before = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(before + b" ")
         digests.add(local_model_digest(tmp_path))
         (tmp_path / name).write_bytes(before)
-    assert len(digests) == 4, "the same weights with another config are another model"
+    assert len(digests) == 8, "the same weights with another config are another model"
+    (tmp_path / "README.md").write_text("a card")
+    assert local_model_digest(tmp_path) == subject, "no figure follows from it"

@@ -27,7 +27,17 @@ MULTIMODAL_GEMMA = (  # what to do with one: its text model is of a family that 
     "text.model.load_state_dict(whole.model.language_model.state_dict()); text.save_pretrained(…)."
 )
 ADAPTER_FILE = "adapter_config.json"  # peft's
-DESCRIBING = (CONFIG_FILE, TOKENIZER_FILE, INDEX_FILE)  # what is read of a model beside weights
+# What figures of a model follow from beside its weights: how it is built, what it reads, how it is
+# asked in a chat, and which tokens end what it writes.
+DESCRIBING = (
+    CONFIG_FILE,
+    TOKENIZER_FILE,
+    INDEX_FILE,
+    TOKENIZER_CONFIG_FILE,
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "generation_config.json",
+)
 SUFFIX = ".safetensors"
 PROGRAM_FILE = "model.pt2"  # a torch.export program, which is written and never loaded
 UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy", ".npz", ".h5")
