@@ -48,15 +48,21 @@ from paceline.tasks._support.scores import (
     metrics_of,
     recorded_besides,
     recorded_scores,
+    scored_bytes,
     scored_in_parts,
     scored_on_ranks,
     scorer_version,
     scores_in_parts,
 )
 from paceline.tasks._support.stages import stage
+from paceline.tasks.publish import published_url
+from paceline.training import base_facts
 from paceline.training.user_code import Task, check, parse, require_allowed
 
-DEADLINE_S = 900.0  # of models of MODEL_BYTES together; larger ones get more, in proportion
+# Of models of MODEL_BYTES together, and of as much text in such rows as by default; more weights,
+# text or longer rows get more, in proportion.
+DEADLINE_S = 900.0
+DEFAULTS = EvaluationSettings()
 MODEL_BYTES = 400_000_000
 COMPARED_BYTES_PER_S = 8e6  # of training text, at the least: 18 MB/s on one quiet core
 TASKS_BYTES = 100_000  # of tasks' files, for DEADLINE_S each: rows repeat, with choices and shots
@@ -225,8 +231,8 @@ def _require_buildable(run: Run, export_url: str) -> None:
 
 
 def _deadline_s(run: Run, spec: EvaluationSpec, base: Manifest) -> float:
-    """Return how long judging may take, by the sizes of the weights, the tasks and the training
-    data, and by what metrics read and have written."""
+    """Return how long judging may take, by the sizes of the weights, the held-out text, its rows,
+    the tasks and the training data, and by what metrics read and have written."""
     urls = [url for url in spec.models.values() if url.startswith("s3://")]
     weights = sum(each.size for url in urls for each in run.store.list(url))
     if len(urls) < len(spec.models):  # the base is on the nodes' disks
@@ -234,12 +240,16 @@ def _deadline_s(run: Run, spec: EvaluationSpec, base: Manifest) -> float:
     compared_bytes = sum(
         load_snapshot(each.snapshot_url, run.store).record.total_bytes for each in spec.trained_on
     )
-    times = 1.0
+    times = max(1.0, scored_bytes(run, spec) / DEFAULTS.held_out_bytes)
     if spec.tasks_url:
         tasks_bytes = sum(each.size for each in run.manifest(spec.tasks_url).files)
         times += tasks_bytes / TASKS_BYTES
     texts = max(1.0, spec.settings.held_out_bytes / METRIC_BYTES)
     times += sum(texts * (1 + each.max_new_tokens / NEW_TOKENS) for each in metrics_of(run, spec))
+    if not (context := spec.settings.context):  # each model's own; all descend from the base
+        facts = base_facts(published_url(run, base.model_id, base.version), run.store)
+        context = (facts and facts.context) or DEFAULTS.context
+    times *= max(1.0, context / DEFAULTS.context)
     scored_s = DEADLINE_S * max(1.0, weights / MODEL_BYTES) * times
     return scored_s + compared_bytes / COMPARED_BYTES_PER_S
 

@@ -118,11 +118,15 @@ def _model_digest(run: Run, name: str, url: str, digest: str) -> str:
     return model_digest(digest_of(weights), files)
 
 
+def scored_bytes(run: Run, spec: EvaluationSpec) -> int:
+    """Return how much held-out text of ``spec``'s snapshot is scored, at most."""
+    held_out = data.load_snapshot(spec.snapshot_url, run.store).of_split("held-out")
+    return min(spec.settings.held_out_bytes, sum(each.text_bytes for each in held_out))
+
+
 def scores_in_parts(run: Run, spec: EvaluationSpec) -> bool:
     """Return whether so much text is scored that each node scores a part."""
-    held_out = data.load_snapshot(spec.snapshot_url, run.store).of_split("held-out")
-    scored_bytes = min(spec.settings.held_out_bytes, sum(each.text_bytes for each in held_out))
-    return scored_bytes >= spec.settings.spread_from_bytes
+    return scored_bytes(run, spec) >= spec.settings.spread_from_bytes
 
 
 def scored_in_parts(

@@ -21,10 +21,12 @@ from paceline.tasks import evaluate as judging
 from paceline.tasks._support import scores, sealed
 from paceline.tasks._support.run import Run
 from paceline.tasks._support.scores import recorded_besides
+from paceline.training.export_policy import BaseFacts
 from tests.evaluation.test_tasks import CHOICE, write_tasks
 from tests.security.test_a_forged_report_is_refused import Bucket, run_of
 from tests.support.hugging_face import write_tokenizer
 
+HELD_OUT_BYTES = 32 * 262_144
 WEIGHTS = {"candidate": 400_000_000, "champion": 200_000_000}
 
 
@@ -46,23 +48,30 @@ class Store(Bucket):
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A run on published tasks of 250,000 bytes, and snapshots of 80 MB."""
+    """A run on published tasks of 250,000 bytes, and snapshots of 80 MB, 8 MB of it held out."""
     run = run_of(Store(write_tasks(tmp_path / "tasks", CHOICE)))
     files = [SimpleNamespace(size=50_000), SimpleNamespace(size=200_000)]
     run.manifest = lambda _url: cast("Manifest", SimpleNamespace(files=files, digest="d" * 64))  # type: ignore[method-assign]
-    snapshot = SimpleNamespace(record=SimpleNamespace(total_bytes=80_000_000), is_paired=False)
+    snapshot = SimpleNamespace(
+        record=SimpleNamespace(total_bytes=80_000_000),
+        is_paired=False,
+        of_split=lambda _split: [SimpleNamespace(text_bytes=HELD_OUT_BYTES // 2)] * 2,
+    )
     for module in (judging, scores.data):
         monkeypatch.setattr(module, "load_snapshot", lambda _url, _store: snapshot)
     return run
 
 
-def test_the_deadline_follows_the_weights_the_tasks_and_the_data(run: Run) -> None:
+def test_the_deadline_follows_weights_text_context_tasks_and_data(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def deadline_s(models: Mapping[str, str], **more: Any) -> float:
         spec = EvaluationSpec(
             run_id="r", snapshot_url="s3://b/s", snapshot_digest="0" * 64, models=dict(models),
             **{"settings": EvaluationSettings()} | more,
         )  # fmt: skip
-        base = SimpleNamespace(files=[SimpleNamespace(size=1_000_000_000)])
+        files = [SimpleNamespace(size=1_000_000_000)]
+        base = SimpleNamespace(files=files, model_id="m", version="1")
         return judging._deadline_s(run, spec, cast("Manifest", base))
 
     candidate = {"candidate": "s3://b/candidate"}
@@ -72,8 +81,22 @@ def test_the_deadline_follows_the_weights_the_tasks_and_the_data(run: Run) -> No
     tasks = {"tasks_url": "s3://tasks", "tasks_digest": "d" * 64}
     assert deadline_s(candidate, **tasks) == 3.5 * 900
     metric = MetricSettings(code_ref="m:f", higher_is_better=True, max_new_tokens=64)
-    measured = EvaluationSettings(held_out_bytes=2_000_000, metrics={"a": metric})
-    assert deadline_s(candidate, settings=measured) == (1 + 2 * (1 + 64 / 32)) * 900
+    measured = EvaluationSettings(held_out_bytes=2_097_152, metrics={"a": metric})
+    assert deadline_s(candidate, settings=measured) == (8 + 2.097152 * (1 + 64 / 32)) * 900
+
+    def settings(**given: int) -> dict[str, Any]:
+        return {"settings": EvaluationSettings.model_validate(given)}
+
+    much = {"held_out_bytes": HELD_OUT_BYTES}
+    assert deadline_s(candidate, **settings(held_out_bytes=1024, context=64)) == 900
+    assert deadline_s(candidate, **settings(**much)) == 32 * 900
+    assert deadline_s(candidate, **settings(**much, context=8192)) == 8 * 32 * 900
+    more = {"held_out_bytes": 10 * HELD_OUT_BYTES}
+    assert deadline_s(candidate, **settings(**more)) == 32 * 900, "all that is held out"
+    for context, times in ((4096, 4), (None, 1)):
+        facts = BaseFacts("float32", 1, context)
+        monkeypatch.setattr(judging, "base_facts", lambda *_, facts=facts: facts)
+        assert deadline_s(candidate, **settings(context=0)) == times * 900, "the base's own"
     data = [TrainingData(snapshot_url="s3://b/s", snapshot_digest="0" * 64)]
     assert deadline_s(candidate, **tasks, trained_on=data) == 3.5 * 900 + 10
 
