@@ -70,7 +70,13 @@ def run_lifecycle(
         relayed = distribute_model(inputs.model_id, inputs.version, activate=first, **here)
         model_id, version = relayed.model_id, relayed.version
         trained = train_model(
-            model_id, version, inputs.snapshot_url, settings=settings, **owner, **here
+            model_id,
+            version,
+            inputs.snapshot_url,
+            settings=settings,
+            evaluate_on="",
+            **owner,
+            **here,
         )
         report = evaluate_model(
             model_id, version, str(trained.training_digest), inputs.snapshot_url, **here

@@ -92,13 +92,14 @@ def train_model(
     budget: JobBudget = None,
     resources: GangResources = None,
     evaluate_on: Annotated[
-        str,
+        str | None,
         about(
             "Evaluate on",
-            "The snapshot on whose held-out split the result is judged; empty: it is not judged.",
+            "The snapshot on whose held-out split the result is judged; empty: it is not judged. "
+            "Default: the profile's.",
             "s3://paceline/data/snapshots/5c1f…",
         ),
-    ] = "",
+    ] = None,
     state_dir: str | None = None,
     run_id: str | None = None,
     job_id: str | None = None,
@@ -116,11 +117,16 @@ def train_model(
     ``{"training.lora.r": 8}``; what runs on the nodes, and the gate, stay the profile's.
 
     With ``evaluate_on`` the result is judged as evaluate-model does, on the hosts of the gang.
+    Where it is None, on the training's own snapshot if the profile has
+    ``evaluation.after_training``; a job of the queue was settled when it was submitted.
     A base model that these settings cannot train, an export that the model's policy would refuse,
     and user code whose model could not be judged, are refused before a node is busy. What else
     turns out not to be judged is trained all the same: a note says why.
     """
     run = Run.open(state_dir, run_id)
+    if evaluate_on is None:
+        is_judged = job_id is None and run.runtime.profile.evaluation.after_training
+        evaluate_on = snapshot_url if is_judged else ""
     if continue_from:
         continue_from = stored_training_id(continue_from, run.runtime.checkpoints_url, run.store)
     named = {"steps": steps, "ranks": ranks, "learning_rate": learning_rate}

@@ -324,7 +324,9 @@ def evaluate(
             "snapshot": snapshot["digest"],
             "training": training_digest,
             "trained_on": [each.model_dump(mode="json") for each in trained_on],
-            "settings": profile.evaluation.model_dump(mode="json", exclude={"ranks", "tp"}),
+            "settings": profile.evaluation.model_dump(
+                mode="json", exclude={"ranks", "tp", "after_training"}
+            ),
             "tasks": tasks_digest,
             "reads": READS,
             "reports": REPORTS,

@@ -166,6 +166,21 @@ def test_a_training_started_otherwise_may_ask_for_no_more_than_a_job(
 
 
 @pytest.mark.usefixtures("inputs_exist")
+def test_the_profile_says_whether_a_job_is_judged(tmp_path: Path, routes: Routes) -> None:
+    def judged_on(routes: Routes, **given: str) -> str | None:
+        spec = SubmitJob.model_validate(SPEC.model_dump() | given)
+        found: str | None = routes.of["submit_job"](spec).job.spec.evaluate_on
+        return found
+
+    assert judged_on(routes) is None
+    always = Routes(Profile.model_validate({"evaluation": {"after_training": True}}), tmp_path)
+    assert judged_on(always) == SPEC.data_snapshot
+    assert judged_on(always, evaluate_on="s3://b/other") == "s3://b/other"
+    assert judged_on(always, evaluate_on="") == "", "--no-evaluate"
+    assert judged_on(always, sweep=new_run_id()) == "", "a sweep compares its trials itself"
+
+
+@pytest.mark.usefixtures("inputs_exist")
 def test_a_gang_that_needs_a_node_which_restarts_waits_for_it(routes: Routes) -> None:
     routes.coordinator.heard_at = time.time() - 60
     assert routes.of["submit_job"](SPEC).job.state is S.QUEUED

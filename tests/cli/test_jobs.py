@@ -367,7 +367,9 @@ def test_the_report_of_a_job_is_last_and_found_by_the_jobs_id(
     monkeypatch.setattr(CoordinatorClient, "submit_job", submit)  # there is no S3 server here
     asked = ("submit", "m", "v1", "--snapshot", "s3://paceline/d", "--seed")
     job_id = said(served, "job", *asked, "21", "--evaluate")["job"]["job_id"]
-    newest = said(served, "job", *asked, "22")["job"]["job_id"]  # this one has no report
+    unjudged = said(served, "job", *asked, "23", "--no-evaluate")["job"]["spec"]
+    assert unjudged["evaluate_on"] == "", "also where the profile has every training judged"
+    newest = said(served, "job", *asked, "22")["job"]["job_id"]  # these have no report
     run_id = client.job(job_id).job.run_id
     for given in ("last", job_id, job_id[:8]):
         assert flows._digest_of(given, "report_digest", "evaluate", state) == run_id

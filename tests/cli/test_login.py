@@ -471,6 +471,12 @@ def test_a_training_has_settings_of_its_own(person: Served, prefect: Prefect) ->
     assert given["evaluate_on"] == given["snapshot_url"] == "s3://paceline/data/x"
     done = paceline(*TRAIN, "--evaluate-on", "s3://paceline/data/y")
     assert prefect.started[1]["parameters"]["evaluate_on"] == "s3://paceline/data/y", done.stderr
+    for words in ((), ("--no-evaluate",)):
+        assert paceline(*TRAIN, *words).returncode == 0
+    assert "evaluate_on" not in prefect.started[2]["parameters"], "as the profile has it"
+    assert prefect.started[3]["parameters"]["evaluate_on"] == ""
+    done = paceline(*TRAIN, "--no-evaluate", "--evaluate-on", "s3://paceline/data/y")
+    assert (done.returncode, len(prefect.started)) == (2, 4), done.stderr
 
 
 def test_a_flow_run_that_is_not_ours_is_not_shown(

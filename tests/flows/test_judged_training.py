@@ -14,6 +14,7 @@ from paceline.schemas import Trained
 from tests.evaluation.test_card import trained
 
 REPORT = "b" * 64
+EVALUATION = SimpleNamespace(after_training=False)
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the flow warns of; nothing is trained, and no server is there."""
     found: list[str] = []
     link = SimpleNamespace(hosts=(), user="", sweep=None, judged=lambda _: None)
-    profile = SimpleNamespace(cluster=SimpleNamespace(per_job=False))
+    profile = SimpleNamespace(cluster=SimpleNamespace(per_job=False), evaluation=EVALUATION)
     runtime = SimpleNamespace(profile=profile)
     run = SimpleNamespace(runtime=runtime, warn=found.append, manifest=lambda *_: None)
     made = Trained(**trained().model_dump(), training_digest="a" * 64)
@@ -53,6 +54,26 @@ def test_its_answer_names_the_report(notes: list[str], monkeypatch: pytest.Monke
     assert (answer.training_digest, answer.report_digest) == ("a" * 64, REPORT)
     assert train_flow.train_model.fn(*asked).report_digest is None
     assert notes == []
+
+
+def test_the_profile_may_have_every_training_judged(
+    notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged_on: list[str] = []
+
+    def judge(*given: Any) -> Any:
+        judged_on.append(given[4])
+        return SimpleNamespace(report_digest=REPORT)
+
+    monkeypatch.setattr(train_flow, "judge", judge)
+    monkeypatch.setattr(EVALUATION, "after_training", True)
+    train = train_flow.train_model.fn
+    assert train("m", "1", "s3://b/d").report_digest == REPORT
+    assert train("m", "1", "s3://b/d", evaluate_on="s3://b/e").report_digest == REPORT
+    assert train("m", "1", "s3://b/d", evaluate_on="").report_digest is None, "--no-evaluate"
+    queued = train("m", "1", "s3://b/d", job_id="tj-0123456789ab")
+    assert queued.report_digest is None, "a job was settled when it was submitted"
+    assert (judged_on, notes) == (["s3://b/d", "s3://b/e"], [])
 
 
 def test_one_that_cannot_be_judged_names_none_and_says_why(

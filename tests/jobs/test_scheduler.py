@@ -644,6 +644,14 @@ def test_a_leader_that_dies_between_reservation_and_start_starts_one_flow(queue:
     assert len(queue.flows.runs) == 1
 
 
+def test_the_flow_gets_whether_its_job_is_judged(queue: Queue) -> None:
+    job = queue.job(queue.submit(1))
+    assert "evaluate_on" not in parameters_of(job)
+    for url in ("", "s3://b/held"):
+        spec = job.spec.model_copy(update={"evaluate_on": url})
+        assert parameters_of(job.model_copy(update={"spec": spec}))["evaluate_on"] == url
+
+
 def test_pause_saves_the_job_and_resume_goes_on_on_any_nodes(queue: Queue) -> None:
     job_id = queue.submit(4)
     queue.look()

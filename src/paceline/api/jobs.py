@@ -121,7 +121,8 @@ def _add_submitting(
                 wanted="endpoints.prefect_api_url",
                 do="Have an operator name the server: `paceline init --prefect URL`.",
             )
-        job = _new_job(_with_owner(call), new_run_id(), key)
+        spec = _with_judgement(_with_owner(call), runtime.profile)
+        job = _new_job(spec, new_run_id(), key)
         if key is None or not any(each.job_id == job.job_id for each in table.jobs()):
             _require_possible(job, runtime, coordinator)
             job = estimated(job)
@@ -322,6 +323,13 @@ def _new_job(spec: SubmitJob, run_id: str, key: str | None) -> TrainingJob:
 def _with_owner(spec: SubmitJob) -> SubmitJob:
     team, project = owner_of(spec.team, spec.project)
     return spec.model_copy(update={"team": team, "project": project})
+
+
+def _with_judgement(spec: SubmitJob, profile: Profile) -> SubmitJob:
+    if spec.evaluate_on is not None or not profile.evaluation.after_training:
+        return spec
+    # A sweep compares its trials itself, and only the best one is worth a judgement.
+    return spec.model_copy(update={"evaluate_on": "" if spec.sweep else spec.data_snapshot})
 
 
 def _require_possible(job: TrainingJob, runtime: Runtime, coordinator: Coordinator) -> None:

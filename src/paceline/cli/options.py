@@ -81,8 +81,9 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 team_option = click.option("--team", default="", help="Whose quota it counts against.")
 project_option = click.option("--project", default="", help="Whose data and costs these are.")
 evaluate_option = click.option(
-    "--evaluate", is_flag=True, help="Judge the result on the snapshot's held-out split."
-)
+    "--evaluate/--no-evaluate", default=None,
+    help="Judge the result on the snapshot's held-out split (default: the profile's).",
+)  # fmt: skip
 evaluate_on_option = click.option(
     "--evaluate-on", default="", metavar="URL", help="Judge it on this snapshot's."
 )
@@ -94,6 +95,14 @@ optimizer_option = click.option(
     default="",
     help="A pinned function of security.code_sources that makes the optimiser.",
 )
+
+
+def judged_on(evaluate: bool | None, evaluate_on: str, snapshot: str) -> str | None:
+    """Return the snapshot that judges the result of a training, "" for none, None where the
+    profile says whether one does."""
+    if evaluate is False and evaluate_on:
+        raise click.UsageError("--evaluate-on judges the result: leave out --no-evaluate.")
+    return evaluate_on or {True: snapshot, False: "", None: None}[evaluate]
 
 
 def gang_options(command: F) -> F:

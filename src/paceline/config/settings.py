@@ -277,6 +277,9 @@ class EvaluationSettings(Settings):
     context: int = Field(default=1024, ge=0, exclude_if=lambda tokens: tokens == 1024)
     # Rows of the batch whose throughput is measured; 0: up to 8, fewer where memory says so.
     serving_batch: int = Field(default=0, ge=0, le=4096, exclude_if=_is_unset)
+    # Whether trainings and jobs that name no snapshot to be judged on are judged on their own one's
+    # held-out split; `--no-evaluate` leaves one out. Trials of sweeps are not judged.
+    after_training: bool = Field(default=False, exclude_if=_is_unset)
     # Ranks that hold and score each model together (FSDP2); 0: as the training's gang shared it,
     # or as many as hold its float32 weights, where one node does not.
     ranks: int = Field(default=0, ge=0)

@@ -545,6 +545,6 @@ def parameters_of(job: TrainingJob) -> dict[str, object]:
         given["continue_from"] = spec.continue_from
     if spec.purpose:
         given["purpose"] = spec.purpose
-    if spec.evaluate_on:
+    if spec.evaluate_on is not None:
         given["evaluate_on"] = spec.evaluate_on
     return given

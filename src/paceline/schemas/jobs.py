@@ -173,12 +173,13 @@ class SubmitJob(Record):
         description="The most that the whole job may cost, in the currency of the profile's "
         "prices; then it is paused. Empty or 0: no limit.",
     )  # fmt: skip
-    # the snapshot on whose held-out split the result is judged; "": it is not judged
-    evaluate_on: Url = Field(
-        default="",
+    # The snapshot on whose held-out split the result is judged; "": it is not judged; None: as the
+    # profile's evaluation.after_training has it.
+    evaluate_on: Url | None = Field(
+        default=None,
         max_length=2000,
         validation_alias=AliasChoices("evaluate_on", "evaluateOn"),
-        exclude_if=is_empty,
+        exclude_if=is_none,
     )
     # the run id of the sweep whose trial it is: its run in MLflow is below the sweep's
     sweep: Annotated[str, StringConstraints(pattern=f"{RUN_ID}|^$")] = ""

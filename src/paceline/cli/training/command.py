@@ -24,6 +24,7 @@ from paceline.cli.options import (
     handling,
     job_settings,
     json_option,
+    judged_on,
     optimizer_option,
     or_last,
     profile_options,
@@ -230,7 +231,7 @@ def start(
     ranks: int | None,
     overrides: tuple[str, ...],
     optimizer_ref: str,
-    evaluate: bool,
+    evaluate: bool | None,
     evaluate_on: str,
     team: str,
     project: str,
@@ -252,9 +253,10 @@ def start(
     if continue_from.startswith("tj-"):
         client = CoordinatorClient.of(find_installation(state))
         continue_from = whole_training_id(client, continue_from)
-    more: dict[str, Any] = {"team": team, "project": project, "purpose": purpose}
-    more["optimizer_ref"] = optimizer_ref
-    more["evaluate_on"] = evaluate_on or (snapshot_url if evaluate else "")
+    named = {"team": team, "project": project, "purpose": purpose, "optimizer_ref": optimizer_ref}
+    more: dict[str, Any] = {name: value for name, value in named.items() if value}
+    if (judging := judged_on(evaluate, evaluate_on, snapshot_url)) is not None:
+        more["evaluate_on"] = judging
     return FlowCall(state=state, run_id=run_id, as_json=as_json).run(
         "train.train_model",
         model_id=model_id,
@@ -265,7 +267,7 @@ def start(
         steps=steps,
         ranks=ranks,
         settings=job_settings(overrides) or None,
-        **{name: value for name, value in more.items() if value},
+        **more,
     )
 
 

@@ -21,6 +21,7 @@ from paceline.cli.options import (
     gang_options,
     job_settings,
     json_option,
+    judged_on,
     next_line,
     notice,
     optimizer_option,
@@ -108,7 +109,7 @@ def submit(
     steps: int | None,
     overrides: tuple[str, ...],
     team: str | None,
-    evaluate: bool,
+    evaluate: bool | None,
     evaluate_on: str,
     idempotency_key: str | None,
     follow: bool,
@@ -134,14 +135,14 @@ def submit(
             "version": version,
             "data_snapshot": snapshot,
             "parameters": parameters,
-            "evaluate_on": evaluate_on or (snapshot if evaluate else ""),
+            "evaluate_on": judged_on(evaluate, evaluate_on, snapshot),
             **fields,
         }
     )
     made = client.submit_job(spec, idempotency_key)
     # The run stands for its result and its report, once it has them.
     last = {"training_digest": made.job.run_id, "job_id": made.job.job_id}
-    if spec.evaluate_on:
+    if made.job.spec.evaluate_on:
         last["report_digest"] = made.job.run_id
     remember(runtime, "submit_job", last)
     if (guess := made.estimate) is not None:
@@ -375,7 +376,7 @@ def _requested(spec: SubmitJob) -> list[str]:
             if isinstance(value, dict)
             else [value]
         )
-        shown = shortened([printable(str(each))[:300] for each in pairs], 12)
+        shown = shortened([printable(str(each))[:300] or "nothing" for each in pairs], 12)
         lines.append(f"  {key.replace('_', ' '):<11} {shown}")
     return lines
 
