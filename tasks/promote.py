@@ -78,9 +78,14 @@ def require_same(evaluation: Evaluation, **wanted: str | None) -> None:
 
 @stage("gate", retries=2)
 def gate(
-    run: Run, base: Manifest, evaluation: Evaluation, lineage: dict[str, str | None]
+    run: Run,
+    base: Manifest,
+    evaluation: Evaluation,
+    lineage: dict[str, str | None],
+    packaged_bytes: int,
 ) -> GateDecision:
-    """Decide from the evidence alone whether the candidate may become champion.
+    """Decide from the evidence alone whether the candidate, of ``packaged_bytes`` in all its files,
+    may become champion.
 
     Where there is a champion, a report without its score is missing evidence; so is one with the
     score of a champion before it.
@@ -103,6 +108,7 @@ def gate(
         judged_on=evaluation.snapshot_url,
         judges={} if now is None else _judges(run, base.model_id, report.snapshot_digest),
         of_profile=_of_profile(run, evaluation) if is_first else None,
+        packaged_bytes=packaged_bytes,
     )
     text = canonical_json(policy).decode()
     run.registry.log_artifact_text(run.mlflow_run, text, f"policy/{decision.policy_digest}.json")

@@ -71,6 +71,19 @@ def test_each_broken_constraint_refuses_alone(changes: dict[str, Any], refused: 
     assert refusals(passing(**changes)) == [refused]
 
 
+@pytest.mark.parametrize(("packaged_bytes", "passes"), [(16, True), (17, False)])
+def test_the_bound_on_bytes_is_of_all_files(packaged_bytes: int, passes: bool) -> None:
+    """model.pt2 has the weights once more, and a tokenizer may be as large as a small model."""
+    settings = SETTINGS.model_copy(update={"max_model_bytes": 16})
+    decision = decide(
+        passing(model_bytes=8), settings, champion="champion", lineage=LINEAGE,
+        packaged_bytes=packaged_bytes,
+    )  # fmt: skip
+    assert decision.passed is passes
+    of_weights = passing(model_bytes=17)  # what a report says counts where nothing is packaged
+    assert refusals(of_weights, settings) == ["model bytes"]
+
+
 @pytest.mark.parametrize(
     ("gain", "passes"),
     [

@@ -44,6 +44,8 @@ def test_what_is_unset_follows_from_the_policy() -> None:
     assert settled({"dtypes": ("bfloat16", "float16")}) == ("bfloat16", False)
     assert settled({"dtypes": ("float32", "float16")}) == ("base", False)
     assert settled({"max_model_bytes": 2_500_000_000}) == ("bfloat16", False)
+    both = {"max_model_bytes": 5_000_000_000, "formats": PROGRAM}
+    assert settled(both) == ("bfloat16", True), "model.pt2 has the weights once more"
     assert settled({"dtypes": ("bfloat16",)}, export_dtype="bfloat16") == ("bfloat16", False)
 
 
@@ -64,6 +66,11 @@ def test_what_is_unset_follows_from_the_policy() -> None:
             {"max_model_bytes": 2_500_000_000},
             {"export_dtype": "float32"},
             ("1,000,000,000 parameters in float32", "max_model_bytes"),
+        ),
+        (
+            {"max_model_bytes": 2_500_000_000, "formats": PROGRAM},
+            {"given": ("training.export_dtype",), "export_dtype": "bfloat16"},
+            ("in bfloat16, and again in model.pt2", "at most 2500000000 bytes"),
         ),
         ({"max_parameters": 999}, {}, ("1,000,000,000", "at most 999", "gate.max_parameters")),
         ({"min_context": 65}, {}, ("a context of 64", "at least 65", "gate.min_context")),

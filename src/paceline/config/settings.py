@@ -344,7 +344,7 @@ class Policy(Settings):
     min_token_accuracy: float | None = Field(default=None, ge=0, le=1)
     # expected difference between certainty and accuracy; None: no limit
     max_calibration_error: float | None = Field(default=None, gt=0, le=1)
-    # of all files of the export; None: no limit
+    # of all files as published, with model.pt2, tokenizer and card; None: no limit
     max_model_bytes: int | None = Field(default=None, gt=0)
     # Of one row of the context's length, on the node that judges: a forward pass, one more token,
     # and the whole process's peak.

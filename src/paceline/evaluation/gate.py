@@ -80,6 +80,7 @@ def decide(
     judged_on: str = "",
     judges: Mapping[str, str] = MappingProxyType({}),
     of_profile: bool | None = None,
+    packaged_bytes: int | None = None,
 ) -> GateDecision:
     """Return the decision on ``report``'s "candidate" under ``policy``, with one entry for every
     check and the policy's digest.
@@ -88,13 +89,14 @@ def decide(
     ``lineage`` must have every key of ``LINEAGE``; ``judged_on`` is the URL of the report's
     snapshot; ``judges`` are the digests that may judge where the policy names none, with their URLs
     where these are known; empty: any. ``of_profile``: of a team's first champion, whether its
-    snapshot is of the profile's source, as it must be then.
+    snapshot is of the profile's source, as it must be then. ``packaged_bytes``: of all files as
+    they would be published; None: the report's figure, which is of the weights alone.
     """
     candidate = report.score(CANDIDATE)
     facts = candidate or _NOTHING
     checks = (
         *_quality(report, policy, candidate, champion),
-        *_limits(policy, candidate, lineage),
+        *_limits(policy, candidate, lineage, packaged_bytes),
         _check(
             "weights digest",
             bool(facts.weights_digest) and facts.weights_digest == lineage.get("weights_digest"),
@@ -139,7 +141,10 @@ def _quality(
 
 
 def _limits(
-    policy: Policy, candidate: ModelScore | None, lineage: Mapping[str, str | None]
+    policy: Policy,
+    candidate: ModelScore | None,
+    lineage: Mapping[str, str | None],
+    packaged_bytes: int | None,
 ) -> Iterator[GateCheck]:
     """Yield the checks of the candidate's own figures: those that every policy has, then those for
     which this one names a bound."""
@@ -154,8 +159,9 @@ def _limits(
     token_ms = serving.decode_ms_per_token if serving else None
     peak_bytes = serving.peak_memory_bytes if serving else None
     throughput = serving.tokens_per_second if serving else None
+    model_bytes = facts.model_bytes if packaged_bytes is None else packaged_bytes
     for check, name, value, bound in (
-        (_at_most, "model bytes", facts.model_bytes, policy.max_model_bytes),
+        (_at_most, "model bytes", model_bytes, policy.max_model_bytes),
         (_at_most, "latency in ms", facts.latency_ms, policy.max_latency_ms),
         (_at_most, "parameters", facts.parameters, policy.max_parameters),
         (_at_least, "context", facts.context, policy.min_context),

@@ -77,17 +77,18 @@ def settings_for(
     is_base = training.export_dtype == "base"
     asked = training.export_dtype if not is_base else base.dtype if base else ""
     parameters = base.parameters if base else 0
-    most = policy.max_model_bytes
+    most, has_program = policy.max_model_bytes, training.export_program or bool(changes)
+    copies, again = (2, ", and again in model.pt2") if has_program else (1, "")
 
     def is_small(dtype: str) -> bool:
-        return most is None or parameters * BYTES[dtype] <= most
+        return most is None or copies * parameters * BYTES[dtype] <= most
 
     if asked and not (asked in policy.dtypes and is_small(asked)):
         others = [each for each in policy.dtypes if each in BYTES and is_small(each)]
         if not (is_base and DTYPE not in given and others):
             known = [each for each in policy.dtypes if each in BYTES]
             if asked in policy.dtypes or (known and not any(map(is_small, known))):
-                got = f"{parameters:,} parameters in {asked}"
+                got = f"{parameters:,} parameters in {asked}{again}"
                 raise _refused(got, f"at most {most} bytes", "max_model_bytes")
             raise _refused(f"weights in {asked}", " or ".join(policy.dtypes), "dtypes")
         changes["export_dtype"] = others[0]
