@@ -320,3 +320,32 @@ def test_metrics_of_user_code_are_bounded_where_the_policy_names_them() -> None:
     assert failed(lower, max_metric_regression={"tone": 0.061}) == []
     assert failed(lower, max_metric_regression={"tone": 0.059}) == worse
     assert "max_metrics" not in Policy().model_dump(), "policies keep their digest"
+
+
+def test_a_metric_of_one_slice_that_is_worse_refuses_alone() -> None:
+    def report(*, higher: bool) -> EvaluationReport:
+        def row(name: str, gain: float) -> dict[str, object]:
+            gains = {"champion": interval(gain).model_dump()}  # ± 0.05
+            return {"slice": "directory", "name": name, "difference_to": gains}
+
+        score = MetricScore(
+            metric="tone", code_ref="m:f@sha256:0", higher_is_better=higher, documents=40,
+            scores={"candidate": interval(0.3)}, slices=(row("legal", -0.1), row("src", 0.0)),
+        )  # fmt: skip
+        return passing().model_copy(update={"metrics": (score,)})
+
+    def failed(found: EvaluationReport, **margins: float) -> list[str]:
+        own = {"max_metric_slice_regression": {"tone": margins}}
+        policy = Policy.model_validate(LOOSE | own)
+        decision = decide(found, policy, champion="champion", lineage=LINEAGE)
+        return [each.name for each in decision.checks if not each.passed]
+
+    legal = ["metric tone no worse than champion in directory: legal"]
+    assert failed(report(higher=True), directory=0.14) == legal
+    assert failed(report(higher=True), directory=0.16) == []
+    assert failed(report(higher=True), **{"directory: src": 0.06}) == []
+    assert failed(report(higher=False), directory=0.06) == [], "0.1 less is better"
+    absent = ["metric tone no worse than champion in size"]
+    assert failed(report(higher=True), size=1.0) == absent
+    assert failed(passing(), directory=1.0) == ["metric tone no worse than champion in directory"]
+    assert "max_metric_slice_regression" not in Policy().model_dump(), "policies keep their digest"

@@ -338,6 +338,10 @@ class Policy(Settings):
     max_metric_regression: dict[MetricName, Annotated[float, Field(ge=0)]] = Field(
         default={}, exclude_if=_is_unset
     )
+    # by metric, then by slice, as max_metric_regression: { tone = { "directory: legal" = 0.0 } }
+    max_metric_slice_regression: dict[
+        MetricName, dict[SliceName, Annotated[float, Field(ge=0)]]
+    ] = Field(default={}, exclude_if=_is_unset)
     # Of the model's own tokens: how often the most likely one is right, and how far from that the
     # model's own certainty is (expected calibration error).
     # share of tokens of which the most likely one is right; None: no limit

@@ -21,7 +21,8 @@ Missing evidence counts against the candidate and is listed. The rules:
   interval of candidate − champion (without one: − base) is wholly below −``max_task_regression``.
 - *metrics of user code*, of those that the policy names: the lower end is at least what
   ``min_metrics`` says, the upper end at most what ``max_metrics`` says; non-inferiority against the
-  champion (without one: the base) by ``max_metric_regression``, in the metric's own unit.
+  champion (without one: the base) by ``max_metric_regression``, in the metric's own unit, and in
+  single slices by ``max_metric_slice_regression``.
 - At least ``min_documents`` (5 or more): with fewer, all of them agree by chance more than once in
   20.
 """
@@ -240,6 +241,13 @@ def _metrics_hold(report: EvaluationReport, policy: Policy, other: str) -> list[
         gain = found[name].differences.get(other) if name in found else None
         sign = -1 if name in found and found[name].higher_is_better else 1
         check(name, f" no worse than {other}", gain, sign, margin)
+    for name, margins in policy.max_metric_slice_regression.items():
+        sign = -1 if name in found and found[name].higher_is_better else 1
+        for asked, margin in margins.items():
+            rows = _rows_of(found[name].slices if name in found else (), asked)
+            for where, row in rows or [(asked, {})]:
+                gain = _gain(row, other)
+                check(name, f" no worse than {other} in {where}", gain, sign, margin)
     return checks
 
 
@@ -336,26 +344,37 @@ def _no_regression(
 
 def _slices_hold(name: str, share: float, report: EvaluationReport, other: str) -> list[GateCheck]:
     """Return a check for each slice that ``name`` names; a failed one where the report has none."""
-    kind, _, one = name.partition(": ")
-    rows = [
-        row
-        for row in report.slices
-        if row.get("slice") == kind and (not one or row.get("name") == one)
-    ]
     found = []
-    for row in rows:
+    for where, row in _rows_of(report.slices, name):
         figures = row.get("bits_per_byte")
         figures = figures if isinstance(figures, dict) else {}
-        title = f"no regression against {other} in {kind}: {row.get('name')}"
-        before, gains = figures.get(other), row.get("difference_to")
-        gain = gains.get(other) if isinstance(gains, dict) else None
-        if before is None or gain is None:  # a report of an older version has no intervals
+        title = f"no regression against {other} in {where}"
+        before, interval = figures.get(other), _gain(row, other)
+        if before is None or interval is None:  # a report of an older version has no intervals
             found.append(_check(title, False, MISSING, f"an interval of candidate − {other}"))
             continue
-        interval, margin = Interval.model_validate(gain), share * before
+        margin = share * before
         passed = _sound(interval) and interval.high <= margin
         found.append(_check(title, passed, _show(interval), f"an upper end ≤ {margin:.4f}"))
     return found or [_check(f"no regression in {name}", False, MISSING, "such a slice")]
+
+
+def _rows_of(
+    slices: Sequence[Mapping[str, object]], asked: str
+) -> list[tuple[str, Mapping[str, object]]]:
+    """Return the rows of ``slices`` that a policy names as ``asked``, each with its own name."""
+    kind, _, one = asked.partition(": ")
+    return [
+        (f"{kind}: {row.get('name')}", row)
+        for row in slices
+        if row.get("slice") == kind and (not one or row.get("name") == one)
+    ]
+
+
+def _gain(row: Mapping[str, object], other: str) -> Interval | None:
+    gains = row.get("difference_to")
+    gain = gains.get(other) if isinstance(gains, dict) else None
+    return None if gain is None else Interval.model_validate(gain)
 
 
 def _traceable(key: str, value: str | None) -> GateCheck:
