@@ -9,7 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import Conflict, CorruptData, SourceMissing
+from paceline.data import Snapshot, load_snapshot
+from paceline.errors import Conflict, CorruptData, PermanentError, SourceMissing
 from paceline.evaluation import model_card
 from paceline.manifest import Manifest, build_manifest, fetch_manifest
 from paceline.models import (
@@ -41,6 +42,7 @@ def package_candidate(
             trained,
             _base_card(run, base),
             is_pretrained=is_pretrained(directory),
+            data=_learned_from(run, trained),
         )
         manifest, card = _named(run, base, directory, card)
         run.registry.log_artifact_text(run.mlflow_run, card, CARD_FILE)
@@ -77,6 +79,16 @@ def next_version(version: str) -> str:
     """Return the version after ``version``: its last number, one higher (``"1"`` → ``"2"``)."""
     head, dot, tail = version.rpartition(".")
     return f"{head}{dot}{int(tail) + 1}" if tail.isdigit() else f"{version}.1"
+
+
+def _learned_from(run: Run, trained: TrainResult) -> Snapshot | None:
+    """Return the training's snapshot; None where its record is not there any more."""
+    if trained.snapshot_url is None:  # of an older version
+        return None
+    try:
+        return load_snapshot(trained.snapshot_url, run.store)
+    except PermanentError:
+        return None
 
 
 def _base_card(run: Run, base: Manifest) -> str:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import yaml
 
+from paceline.config import DataSettings
+from paceline.data import build_snapshot
 from paceline.evaluation import model_card
 from paceline.schemas import Evaluation, TrainResult
+from paceline.storage import DiskStore
 from tests.evaluation.reports import passing
 
 DIGEST = "d" * 64
@@ -55,6 +61,32 @@ def test_it_names_data_figures_and_how_to_reproduce_them() -> None:
     candidate = passing().score("candidate")
     assert candidate is not None
     assert f"| candidate | {candidate.bits_per_byte.value:.4f} |" in card
+
+
+def test_it_says_what_the_data_are_of_the_snapshots_record(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for number in range(40):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"the text of file {number}\n")
+    settings = DataSettings(purpose="support", project="desk")
+    url = DiskStore.url_of(tmp_path / "data")
+    snapshot = build_snapshot(str(tmp_path / "texts"), url, settings, DiskStore())
+    learned = snapshot.of_split("train")
+    documents, size = (
+        sum(getattr(each, x) for each in learned) for x in ("documents", "text_bytes")
+    )
+    asked = trained().model_copy(update={"snapshot_digest": snapshot.digest})
+    card = model_card(evaluation(), asked, is_pretrained=False, data=snapshot)
+    assert (
+        f"| data | snapshot `{snapshot.digest}`: "
+        f"`directory`, {documents} documents, {size} tokens, "
+        f"{size} bytes of text to learn from; {40 - documents} documents held out; "
+        "purpose `support`, project `desk` |"
+    ) in card
+    odd = snapshot.record.model_copy(update={"source": "a|b`c\nd"})
+    hostile = model_card(
+        evaluation(), asked, is_pretrained=False, data=replace(snapshot, record=odd)
+    )
+    assert ": `a/b'c\\nd`, " in hostile, "its text stays in its cell"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import yaml
 
 from paceline.models import CARD_FILE
@@ -35,6 +36,8 @@ def test_it_names_data_configuration_and_the_bases_licence(text: Path, tmp_path:
     }
     for said in ("Licence: acme-terms.", f"`{made['job_id']}`, 2 steps", "\nNot judged.\n",
                  f"snapshot `{made['snapshot_digest']}`", f"`{made['config_digest']}`",
+                 "`directory`, ", " bytes of text to learn from; ",
+                 "; purpose `language-model-training`",
                  f"`{made['weights_digest']}`", "\npaceline reproduce OUTPUT\n"):  # fmt: skip
         assert said in card, card
     (model / CARD_FILE).unlink()
@@ -42,3 +45,12 @@ def test_it_names_data_configuration_and_the_bases_licence(text: Path, tmp_path:
     assert other["job_id"] == made["job_id"], "a card of the base is none of its weights"
     bare = (tmp_path / "bare/checkpoints" / made["job_id"] / "export/README.md").read_text()
     assert "Licence: that of the base model, whose card names none." in bare
+
+
+def test_the_adapter_has_the_card_too(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    model = write_model("llama", tmp_path / "model")
+    asked = ("--steps", "2", "--model", str(model), "--set", "training.lora.r=4")
+    made, _ = train(text, tmp_path / "out", *asked)
+    job = tmp_path / "out/checkpoints" / made["job_id"]
+    assert (job / "adapter/README.md").read_text() == (job / "export/README.md").read_text()

@@ -19,6 +19,7 @@ from paceline.config import DataSettings
 from paceline.errors import CorruptData, InvalidInput, InvalidSnapshot, SourceMissing
 from paceline.schemas import Name, Record, Sha256, canonical_json, digest_of
 from paceline.storage import DiskStore, ObjectStore, join_url
+from paceline.text import printable
 
 SNAPSHOT_FILE = "snapshot.json"
 MAX_SNAPSHOT_BYTES = 256 * 1024 * 1024  # about a million shards
@@ -160,6 +161,21 @@ class Snapshot:
     def tokens(self) -> int:
         """Return the number of tokens of all samples, without separators."""
         return sum(each.tokens for each in self.record.shards)
+
+    @property
+    def in_words(self) -> str:
+        """Return a line on it for a model's card, in Markdown: digest, source, counts, purpose."""
+        record, learned = self.record, self.of_split("train")
+        documents, tokens, text_bytes = (
+            sum(getattr(each, name) for each in learned)
+            for name in ("documents", "tokens", "text_bytes")
+        )
+        source = printable(record.source).replace("`", "'").replace("|", "/")
+        return (
+            f"snapshot `{self.digest}`: `{source}`, {documents:,} documents, {tokens:,} tokens, "
+            f"{text_bytes:,} bytes of text to learn from; {record.documents - documents:,} "
+            f"documents held out; purpose `{record.purpose}`, project `{record.project}`"
+        )
 
     @property
     def is_masked(self) -> bool:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from paceline.data import Snapshot
 from paceline.evaluation.report import comparison_rows, scored_text
 from paceline.models import card_text
 from paceline.schemas import Evaluation, TrainResult
 
 
 def model_card(
-    evaluation: Evaluation, trained: TrainResult, base_card: str = "", *, is_pretrained: bool
+    evaluation: Evaluation,
+    trained: TrainResult,
+    base_card: str = "",
+    *,
+    is_pretrained: bool,
+    data: Snapshot | None = None,
 ) -> str:
-    """Return the card of ``trained``'s model, judged by ``evaluation``; the rest as of
-    ``card_text``."""
+    """Return the card of ``trained``'s model, judged by ``evaluation``; ``data`` is the snapshot
+    that it learned from, where that can be read; the rest as of ``card_text``."""
     base = f"{evaluation.model_id} {evaluation.base_version}"
     report = evaluation.report
     rows = {
         "base model": f"{base}, manifest `{evaluation.base_manifest_digest}`",
-        "data": f"snapshot `{trained.snapshot_digest}`",
+        "data": f"snapshot `{trained.snapshot_digest}`" if data is None else data.in_words,
         "job": f"`{trained.job_id}`, {trained.steps} steps on {trained.ranks} ranks",
         "configuration": f"`{trained.config_digest}`",
         "code": f"`{trained.code_version}`",

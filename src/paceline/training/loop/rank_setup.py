@@ -375,8 +375,6 @@ def export_model(its: RankContext, state: TrainState, rank: int, steps: int) -> 
     export(whole, its.config, directory, pretrained=its.pretrained, dtype=dtype)
     if rank != 0:
         return {}
-    if its.adapters is not None:
-        _upload_adapters(its, adapters)
     if its.job.settings.code_ref:
         write_durably(directory / CONFIG_FILE, _user_code_config(its), 0o666)
     if its.pretrained is None and (file := tokenizer_file(its.snapshot, its.store)):
@@ -388,7 +386,10 @@ def export_model(its: RankContext, state: TrainState, rank: int, steps: int) -> 
         program = {"program": write_program(directory).model_dump()}
     url = join_url(its.job.checkpoint_url, its.job.job_id, "export")
     digest = weights_digest(directory)
-    write_durably(directory / CARD_FILE, _card(its, steps, digest).encode(), 0o666)
+    card = _card(its, steps, digest).encode()
+    write_durably(directory / CARD_FILE, card, 0o666)
+    if its.adapters is not None:
+        _upload_adapters(its, adapters, card)
     for path in sorted(directory.iterdir()):
         its.store.upload_file(path, join_url(url, path.name))
     shutil.rmtree(directory, ignore_errors=True)
@@ -407,7 +408,7 @@ def _card(its: RankContext, steps: int, digest: str) -> str:
     rows = {
         "model": f"`{code_ref}`",
         "base model": base if is_alone else f"{job.model_id} {job.version}, {base}",
-        "data": f"snapshot `{job.snapshot_digest}`",
+        "data": its.snapshot.in_words,
         "job": f"`{job.job_id}`, {steps} steps",
         "configuration": f"`{its.config_digest}`",
         "code": f"`{code_version()}`",
@@ -466,12 +467,13 @@ def _merged(its: RankContext, state: TrainState) -> dict[str, Tensor]:
     return {name: each.detach().cpu() for name, each in whole.items()}
 
 
-def _upload_adapters(its: RankContext, tensors: Mapping[str, Tensor]) -> None:
-    """Upload the trained adapters in peft's layout, beside the export."""
+def _upload_adapters(its: RankContext, tensors: Mapping[str, Tensor], card: bytes) -> None:
+    """Upload the trained adapters in peft's layout with the export's card, beside the export."""
     assert its.adapters is not None
     directory, job = its.work_dir / ADAPTER, its.job
     directory.mkdir(exist_ok=True)
     its.adapters.write(tensors, directory, job.model_id, job.manifest_digest)
+    write_durably(directory / CARD_FILE, card, 0o666)
     for path in sorted(directory.iterdir()):
         url = join_url(job.checkpoint_url, job.job_id, ADAPTER, path.name)
         its.store.upload_file(path, url)
