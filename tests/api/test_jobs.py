@@ -24,14 +24,18 @@ from paceline.schemas import (
     AdoptJob,
     FlowRunView,
     Inventory,
+    JobCheckpoint,
     JobPlacement,
+    JobReport,
     JobState,
     JobUsage,
     Labels,
+    Resources,
     Scope,
     SubmitJob,
     TrainingJob,
     Worker,
+    digest_of,
     new_run_id,
 )
 from tests.api.conftest import make_runtime
@@ -178,6 +182,24 @@ def test_the_profile_says_whether_a_job_is_judged(tmp_path: Path, routes: Routes
     assert judged_on(always, evaluate_on="s3://b/other") == "s3://b/other"
     assert judged_on(always, evaluate_on="") == "", "--no-evaluate"
     assert judged_on(always, sweep=new_run_id()) == "", "a sweep compares its trials itself"
+    spec = SPEC.model_copy(update={"evaluate_on": ""})
+    ids = [always.of["submit_job"](each).job.submission_id for each in (SPEC, spec)]
+    sent = SPEC.model_copy(update={"team": "default"}).model_dump(mode="json")
+    assert ids == [digest_of(sent)] * 2, "the profile has no part in it"
+
+
+@pytest.mark.parametrize(("skew_s", "shown_s"), [(3600.0, -10.0), (-3600.0, -10.0), (1.0, -9.0)])
+def test_a_checkpoint_has_a_time_of_the_coordinators_clock(
+    routes: Routes, skew_s: float, shown_s: float
+) -> None:
+    spec = SPEC.model_copy(update={"resources": Resources()})
+    call = AdoptJob(spec=spec, run_id=new_run_id(), flow_run_id="f")
+    job_id = routes.of["adopt_job"](call).job.job_id
+    now = time.time()
+    saved = JobCheckpoint(step=1, object_ref="s3://b/c", created_at=now + skew_s - 10)
+    report = JobReport(at=now + skew_s, flow_run_id="f", checkpoints=(saved,))
+    shown = routes.of["report_job"](job_id, report).job.report.checkpoints[0]
+    assert abs(shown.created_at - now - shown_s) < 1
 
 
 @pytest.mark.usefixtures("inputs_exist")

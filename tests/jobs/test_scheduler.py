@@ -476,6 +476,26 @@ def test_a_job_whose_flow_no_worker_takes_gives_its_nodes_to_others(queue: Queue
     assert queue.flow_of(job_id) != first
 
 
+def test_a_flow_that_no_worker_took_is_ended_also_where_prefect_was_busy(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = queue.submit(4)
+    queue.look()
+    flow, cancel, calls = queue.flow_of(job_id), queue.flows.cancel, []
+
+    def busy_once(flow_run_id: str) -> None:
+        calls.append(flow_run_id)
+        if len(calls) == 1:
+            raise ServiceUnavailable("Prefect's server is busy")
+        cancel(flow_run_id)
+
+    monkeypatch.setattr(queue.flows, "cancel", busy_once)
+    queue.look(8, seconds=100)
+    assert queue.state(job_id) is S.RECOVERING
+    queue.look(2, seconds=30)
+    assert queue.flows.runs[flow] == "CANCELLING"
+
+
 def test_a_person_need_not_wait_for_a_job_that_no_worker_took(queue: Queue) -> None:
     job_id = queue.submit(4)
     queue.look()

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from paceline.api import jobs as api_jobs
 from paceline.config import Endpoints, Profile
 from paceline.jobs import table
-from paceline.schemas import JobState
+from paceline.schemas import JobState, TrainingCosts, TrainingUsage
 from tests.security.kit import JOB, Rest
 from tests.support.web import Answer, Call, serving
 
@@ -65,6 +66,44 @@ def test_a_bound_token_sees_only_its_own_jobs(rest: Rest, bound: str) -> None:
         refused = rest.call("GET", f"{JOBS}/{theirs}{more}", ann)
         assert refused.status_code == 403 and f"another {bound}" in refused.text
     assert rest.call("GET", JOBS, rest.owner).json()["total"] == 2
+
+    of_jobs = {each["data"]["job_id"] for each in events(rest, ann)}
+    assert of_jobs == {own} and len(events(rest, rest.owner)) == 2
+    runs = [FLOW_RUN.format(number) for number in range(2)]
+    status = [rest.call("GET", f"/flows/{each}", ann).status_code for each in runs]
+    assert status == [200, 403]
+
+
+def events(rest: Rest, token: str) -> list[dict[str, Any]]:
+    found = rest.call("GET", "/events", token).json()["events"]
+    return [each for each in found if each["name"] == "job.state_changed"]
+
+
+def test_costs_of_another_team_stay_theirs(rest: Rest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that MLflow has of trainings without a job here."""
+    rows = [
+        TrainingUsage(job_id=f"job-{team}", run_id=f"run-{team}", steps=1, seconds=1.0, team=team)
+        for team in ("nlp", "vision", "")
+    ]
+    found = TrainingCosts(prices=rest.runtime.profile.prices, usages=rows, without_result=3)
+    monkeypatch.setattr(api_jobs, "training_costs", lambda *_: found)
+    for token, teams, count in (
+        (rest.person("ann", "read", "train", team="nlp"), ["nlp"], 0),
+        (rest.owner, ["nlp", "vision", ""], 3),
+    ):
+        shown = rest.call("GET", "/v1/training-costs", token).json()
+        assert [each.get("team", "") for each in shown["usages"]] == teams
+        assert shown.get("without_result", 0) == count
+
+
+def test_a_flow_reports_for_jobs_of_its_team_alone(rest: Rest) -> None:
+    theirs = adopted(rest, 1, team="vision")
+    report = {"at": 1.0, "flow_run_id": FLOW_RUN.format(1), "outcome": "failed"}
+    ann = rest.person("ann", "train", "ledger", team="nlp")
+    refused = rest.call("POST", f"{JOBS}/{theirs}/report", ann, report)
+    assert refused.status_code == 403 and "another team" in refused.text
+    refused = rest.call("POST", f"{JOBS}/{theirs}/resume", ann, {})
+    assert refused.status_code == 403 and "another team" in refused.text
 
 
 def test_a_review_is_of_ones_team_and_under_four_eyes_not_of_ones_job(rest: Rest) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.config import DataSettings, TrainingSettings, load_profile
+from paceline.config import DataSettings, load_profile
 from paceline.data import Snapshot, build_snapshot
 from paceline.errors import InvalidInput, PacelineError, PermanentError
 from paceline.flows import lifecycle, train
@@ -238,7 +238,7 @@ def test_a_base_is_checked_before_nodes_are_busy(
     monkeypatch: pytest.MonkeyPatch, flow: Any
 ) -> None:
     link = SimpleNamespace(user=("default", ""), sweep=None, hosts=["a"])
-    profile = SimpleNamespace(cluster=SimpleNamespace(per_job=False), training=TrainingSettings())
+    profile = load_profile("local")
     run = SimpleNamespace(
         state_dir="", run_id="run-20261120-153600-9f3a1c",
         runtime=SimpleNamespace(profile=profile), manifest=lambda _: None,

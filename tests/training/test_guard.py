@@ -146,3 +146,7 @@ def test_a_start_has_time_for_a_checkpoint_that_each_node_reads() -> None:
     assert Deadlines.of_job(job).of("resuming") == 600 + 140 + 840
     job.settings = job.settings.model_copy(update={"mesh": MeshSettings(shard=32)})
     assert Deadlines.of_job(job).of("resuming") == 600 + 140 + 210
+    assert Deadlines.of_job(job).of("exporting") == 600 + 210
+    early = {"evaluate_every_steps": 5, "early_stopping": {"patience": 2}}
+    job.settings = TrainingSettings(ranks=32, ranks_per_node=8, **early)
+    assert Deadlines.of_job(job).of("exporting") == 600 + 210 + 840, "it reads the best one"

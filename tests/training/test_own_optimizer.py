@@ -18,6 +18,7 @@ from paceline.errors import AccessDenied, InvalidInput, InvalidProfile, Paceline
 from paceline.jobs import parameters_of
 from paceline.schemas import JobState, SubmitJob, TrainingJob, new_run_id
 from paceline.tasks.train import profile_of
+from paceline.training import training_key
 from paceline.training.user_code import Task, check, require_optimizer, tree_digest
 from tests.support.carried_state import BYTE_GRU, SOURCE
 from tests.support.hugging_face import write_model, write_tokenizer
@@ -307,7 +308,8 @@ def test_a_jobs_own_optimiser_is_part_of_what_is_trained() -> None:
     given: dict[str, Any] = {"model_id": "m", "version": "1", "dataSnapshot": "s3://b/x"}
     plain = queued(SubmitJob.model_validate(given))
     own = queued(SubmitJob.model_validate(given | {"optimizerRef": "a:b"}))
-    assert plain.training_key != own.training_key
+    profile = load_profile("embedded")
+    assert training_key(plain.spec, profile) != training_key(own.spec, profile)
     assert parameters_of(own)["optimizer_ref"] == "a:b"
     assert "optimizer_ref" not in {**parameters_of(plain), **plain.spec.model_dump()}
 

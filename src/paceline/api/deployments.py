@@ -18,10 +18,11 @@ from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paceline.api.event_stream import is_shown
 from paceline.api.flow_runs import note_submitter
 from paceline.api.problems import problem_response
 from paceline.config import Runtime
-from paceline.coordinator import Coordinator, require_worker
+from paceline.coordinator import Coordinator, current_caller, require_worker
 from paceline.coordinator.state import (
     Activate,
     AwaitCommands,
@@ -293,10 +294,12 @@ def _add_observation(router: APIRouter, coordinator: Coordinator) -> None:
         wait_s: Annotated[float, Query(ge=0, le=LONGEST_POLL_S, allow_inf_nan=False)] = 0.0,
     ) -> EventList:
         """Return the events after a sequence number, waiting for the first one."""
-        clock = asyncio.get_running_loop().time
+        clock, caller = asyncio.get_running_loop().time, current_caller()
         until_s = clock() + wait_s
         while True:
             found = coordinator.events(after)
+            seen = tuple(each for each in found.events if is_shown(each, caller))
+            found = found.model_copy(update={"events": seen})
             if found.events or coordinator.stopping or clock() >= until_s:
                 return found
             await asyncio.sleep(POLL_S)

@@ -22,7 +22,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from paceline.coordinator import Coordinator, CoordinatorState
+from paceline.coordinator import Caller, Coordinator, CoordinatorState, sees
 from paceline.coordinator.state import DeploymentState
 from paceline.errors import PacelineError, ServiceUnavailable
 from paceline.schemas import (
@@ -30,6 +30,7 @@ from paceline.schemas import (
     Dropped,
     Event,
     EventItem,
+    EventName,
     Failure,
     LeaderView,
     Missed,
@@ -150,6 +151,7 @@ class Watcher:
     targets: frozenset[str] = frozenset()
     since: float = 0.0  # worker events before this time (seconds since the Unix epoch) are not sent
     moment: int = -1  # number of the last Moment sent
+    caller: Caller | None = None  # None: everything is shown
 
 
 class StreamHub:
@@ -167,8 +169,11 @@ class StreamHub:
         self._due_s = 0.0  # when the next snapshot is taken
         self._has_new = False  # a watcher that no snapshot was taken for
 
-    async def join(self, deployment_id: str | None, after: int | None) -> Watcher:
-        """Return a new watcher that starts after event ``after`` (None: from now on).
+    async def join(
+        self, deployment_id: str | None, after: int | None, caller: Caller | None = None
+    ) -> Watcher:
+        """Return a new watcher that starts after event ``after`` (None: from now on), and gets what
+        ``caller`` may see.
 
         Raises NotFound for an unknown deployment, ServiceUnavailable beyond MOST_WATCHERS.
         """
@@ -188,7 +193,7 @@ class StreamHub:
             )
         last = self.coordinator.events(2**62).last
         start = last if after is None else min(after, last)
-        watcher = Watcher(deployment_id, start, targets, since)
+        watcher = Watcher(deployment_id, start, targets, since, caller=caller)
         self._watchers.add(watcher)
         self._has_new = True
         return watcher
@@ -293,7 +298,16 @@ class EventStream(StreamingResponse):
         yield _message(Dropped(reason="the coordinator stops"))
 
 
+def is_shown(event: Event, caller: Caller | None) -> bool:
+    """Return whether ``caller`` may see the event: of a job, one bound to no other team."""
+    if caller is None or event.name is not EventName.JOB_CHANGED:
+        return True
+    return sees(caller, event.data.get("team"), event.data.get("project"))
+
+
 def _matches(event: Event, watcher: Watcher) -> bool:
+    if not is_shown(event, watcher.caller):
+        return False
     if watcher.deployment_id is None:
         return True
     if event.deployment_id is not None:

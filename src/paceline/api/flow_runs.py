@@ -17,6 +17,7 @@ from fastapi import APIRouter, Path as PathParameter, Query
 
 from paceline import __version__
 from paceline.api.flow_starter import PrefectStarter
+from paceline.api.job_views import require_job_owner
 from paceline.api.jobs import require_code_ref
 from paceline.config import (
     DEFAULT_S3,
@@ -69,7 +70,6 @@ from paceline.schemas import (
     StageRecord,
     StartFlow,
     Success,
-    TrainingJob,
     digest_of,
     require_no_secrets,
 )
@@ -150,17 +150,16 @@ def make_flow_router(
         flow_run_id: FlowRunId, after: Annotated[int, Query(ge=0, le=2**31)] = 0
     ) -> FlowRunView:
         """Return a flow run's state, and the lines of its log after the first ``after``."""
-        return prefect().view(flow_run_id, after)
+        found = prefect().view(flow_run_id, after)
+        _require_own(found, table)
+        return found
 
     @router.delete("/flows/{flow_run_id}", tags=["flows"])
     def cancel_flow_run(flow_run_id: FlowRunId) -> Success:
         """Request the cancellation of a flow run."""
         found = prefect().view(flow_run_id)  # raises NotFound for one that is not Paceline's
         _require_scope(found.flow)
-        if (job := _job_of(table, flow_run_id)) is not None:
-            require_owner(job.spec.team, job.spec.project)
-        elif "team" in FLOW_PARAMETERS.get(found.flow, ()):
-            require_owner(found.team or "default", found.project)
+        _require_own(found, table)
         prefect().cancel(flow_run_id)
         return Success()
 
@@ -207,10 +206,13 @@ def make_flow_router(
     return router
 
 
-def _job_of(table: JobTable, flow_run_id: str) -> TrainingJob | None:
-    """Return the training job whose flow run this is: its parameters name no team."""
-    found = (each for each in table.jobs() if flow_run_id in flow_runs(each).values())
-    return next(found, None)
+def _require_own(found: FlowRunView, table: JobTable) -> None:
+    """Raise AccessDenied for the run of a job or a flow of another team or project."""
+    jobs = (each for each in table.jobs() if found.flow_run_id in flow_runs(each).values())
+    if (job := next(jobs, None)) is not None:  # its parameters name no team
+        require_job_owner(job)
+    elif "team" in FLOW_PARAMETERS.get(found.flow, ()):
+        require_owner(found.team or "default", found.project)
 
 
 def note_submitter(coordinator: Coordinator, run_id: str, *, unless_known: bool = False) -> None:

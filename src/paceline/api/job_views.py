@@ -36,6 +36,11 @@ MLFLOW_S = 3  # seconds of a call of MLflow
 MLFLOW_RETRY_S = 10.0
 
 
+def require_job_owner(job: TrainingJob) -> None:
+    """Raise AccessDenied where the caller's token is bound to another team or project."""
+    require_owner(job.spec.team, job.spec.project)
+
+
 class ShownJob:
     """Makes the view of a job: with its links, and identical jobs."""
 
@@ -85,7 +90,7 @@ class ShownJob:
         training = job.report.training_id if job.report else ""  # it has a result
         if self._log is None:
             return {}
-        asks = job.started_at is not None and (run_id not in self._runs or training)
+        asks = training or (job.started_at is not None and run_id not in self._runs)
         if asks and now_s >= self._due.get(run_id, 0.0) and self._asking.acquire(blocking=False):
             try:
                 self._due[run_id] = now_s + MLFLOW_RETRY_S
@@ -109,7 +114,7 @@ def add_reading(
 ) -> None:
     def job_of_caller(job_id: str) -> TrainingJob:
         job = table.job(job_id)
-        require_owner(job.spec.team, job.spec.project)
+        require_job_owner(job)
         return job
 
     @router.get(JOBS)

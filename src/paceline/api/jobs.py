@@ -11,12 +11,12 @@ import contextlib
 import time
 from collections.abc import Callable
 from itertools import takewhile
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Header
 
 from paceline.api.flow_starter import PrefectStarter
-from paceline.api.job_views import JobId, ShownJob, add_reading
+from paceline.api.job_views import JobId, ShownJob, add_reading, require_job_owner
 from paceline.api.routes import COSTS, JOBS
 from paceline.config import Profile, Runtime, with_job_settings
 from paceline.coordinator import (
@@ -25,12 +25,12 @@ from paceline.coordinator import (
     current_caller,
     may_see,
     owner_of,
-    require_owner,
 )
 from paceline.errors import (
     AccessDenied,
     Conflict,
     InvalidInput,
+    InvalidProfile,
     NotFound,
     PacelineError,
     PermanentError,
@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from paceline.data import Snapshot
 
 Key = Annotated[str | None, Header(alias="Idempotency-Key", max_length=200)]
+SKEW_S = 5.0  # a report that is older or younger comes from a host with another clock
 RESTARTS_S = 900.0  # a silent node counts as one that restarts, where a gang needs every node
 
 
@@ -91,8 +92,7 @@ def make_job_router(
     @router.get(COSTS)
     def get_training_costs() -> TrainingCosts:
         """Return what each training and each attempt of a job used, and the prices of now."""
-        jobs = [each for each in table.jobs() if may_see(each.spec.team, each.spec.project)]
-        return training_costs(jobs, runtime, time.time())
+        return _of_caller(training_costs(table.jobs(), runtime, time.time()))
 
     _add_changing(router, runtime, coordinator, table, shown)
     return router
@@ -108,7 +108,7 @@ def _add_submitting(
     recent = RecentCosts(table.jobs, runtime)
 
     def estimated(job: TrainingJob) -> TrainingJob:
-        guess = _estimate(job.spec, runtime, recent(), coordinator)
+        guess = _estimate(job.spec, runtime, _of_caller(recent()), coordinator)
         return job.model_copy(update={"estimate": guess})
 
     @router.post(JOBS, status_code=201)
@@ -121,8 +121,8 @@ def _add_submitting(
                 wanted="endpoints.prefect_api_url",
                 do="Have an operator name the server: `paceline init --prefect URL`.",
             )
-        spec = _with_judgement(_with_owner(call), runtime.profile)
-        job = _new_job(spec, new_run_id(), key)
+        job = _new_job(_with_owner(call), new_run_id(), key)
+        job = job.model_copy(update={"spec": _with_judgement(job.spec, runtime.profile)})
         if key is None or not any(each.job_id == job.job_id for each in table.jobs()):
             _require_possible(job, runtime, coordinator)
             job = estimated(job)
@@ -150,7 +150,8 @@ def _add_submitting(
     @router.post(f"{JOBS}/{{job_id}}/report")
     def report_job(job_id: JobId, call: JobReport) -> JobView:
         """Take in what the job's flow reports; the answer says what is wanted of it."""
-        return JobView(job=table.report(job_id, call.model_copy(update={"at": time.time()})))
+        require_job_owner(table.job(job_id))
+        return JobView(job=table.report(job_id, _by_this_clock(call)))
 
 
 def _add_changing(
@@ -165,8 +166,7 @@ def _add_changing(
     def change(job_id: str, make: Callable[[TrainingJob], TrainingJob]) -> TrainingJob:
         if (request := current_call.get()) is not None:
             request.on["job_id"] = job_id
-        spec = table.job(job_id).spec
-        require_owner(spec.team, spec.project)
+        require_job_owner(table.job(job_id))
         return table.change(job_id, make)
 
     @router.post(f"{JOBS}/{{job_id}}/pause")
@@ -188,6 +188,7 @@ def _add_changing(
         budget = None if call is None else call.budget
         require_prices(budget, prices)
         paused = table.job(job_id)
+        require_job_owner(paused)
         if paused.kind and paused.state is JobState.PAUSED:
             # It goes on with the kind of accelerator that made its checkpoint. This may ask Slurm,
             # so it is done before the table is locked.
@@ -295,7 +296,10 @@ def _estimate(
     """Return what the job would take and cost by what ``earlier`` ones did, else by the model of a
     step; None: nothing says it."""
     profile = runtime.profile
-    settings = with_job_settings(profile, spec.settings).training
+    try:
+        settings = with_job_settings(profile, spec.settings).training
+    except InvalidProfile:  # of an adopted job: its flow finds out
+        return None
     hosts = hosts_of(coordinator.read(lambda state: state.fleet.workers()), settings)
     return estimate_like(
         spec.model_id, settings, profile.prices, earlier.usages, spec.resources.capacity
@@ -309,7 +313,7 @@ def _new_job(spec: SubmitJob, run_id: str, key: str | None) -> TrainingJob:
     queued = JobChange(state=JobState.QUEUED, at=now, by=caller.name)
     return TrainingJob(
         job_id=f"tj-{seed[:12]}",
-        submission_id=digest_of(spec.model_dump(mode="json")),
+        submission_id=_submission_id(spec),
         spec=spec,
         run_id=run_id,
         state=JobState.QUEUED,
@@ -318,6 +322,34 @@ def _new_job(spec: SubmitJob, run_id: str, key: str | None) -> TrainingJob:
         submitted_by=caller.name,
         history=(queued,),
     )
+
+
+def _by_this_clock(report: JobReport) -> JobReport:
+    """Return ``report`` with times of this clock, which changes of jobs have, too."""
+    now = time.time()
+    behind_s = now - report.at
+    update: dict[str, Any] = {"at": now}
+    if abs(behind_s) > SKEW_S:
+        update["checkpoints"] = tuple(
+            each.model_copy(update={"created_at": each.created_at + behind_s})
+            for each in report.checkpoints
+        )
+    return report.model_copy(update=update)
+
+
+def _submission_id(spec: SubmitJob) -> str:
+    """Return the digest of what was sent, as earlier releases made it: to them an empty
+    ``evaluate_on`` was none."""
+    unsaid = None if spec.evaluate_on else {"evaluate_on"}
+    return digest_of(spec.model_dump(mode="json", exclude=unsaid))
+
+
+def _of_caller(costs: TrainingCosts) -> TrainingCosts:
+    """Return what the caller's token may see of ``costs``."""
+    if may_see("", ""):
+        return costs
+    usages = tuple(each for each in costs.usages if may_see(each.team, each.project))
+    return costs.model_copy(update={"usages": usages, "left_out": 0, "without_result": 0})
 
 
 def _with_owner(spec: SubmitJob) -> SubmitJob:

@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from paceline.api.event_stream import EventStream, StreamHub
 from paceline.api.routes import ROUTES
 from paceline.config import Profile
-from paceline.coordinator import Coordinator, CoordinatorState
+from paceline.coordinator import Coordinator, CoordinatorState, current_caller
 from paceline.errors import NotFound
 from paceline.jobs import JobTable, hosts_of
 from paceline.schemas import LeaderView, Problem
@@ -75,7 +75,7 @@ def add_observation(
         ``after``), without either from now on. ``for_s`` ends the response after so many seconds.
         """
         begin = after if last_event_id is None else last_event_id
-        return EventStream(hub, await hub.join(deployment, begin), for_s)
+        return EventStream(hub, await hub.join(deployment, begin, current_caller()), for_s)
 
     @app.get("/", include_in_schema=False)
     async def get_start() -> RedirectResponse:

@@ -100,10 +100,10 @@ class Calls:
         from distributed.scheduler import KilledWorker, NoValidWorkerError
 
         key, address = self._pending.pop(future)
-        deadline = time.monotonic() + RESULT_TIMEOUT_S
+        deadline, try_s = time.monotonic() + RESULT_TIMEOUT_S, RESULT_TRY_S
         while True:
-            try:
-                return future.result(timeout=RESULT_TRY_S)
+            try:  # each time anew, and twice as long: a slow answer comes, too
+                return future.result(timeout=min(try_s, max(0.1, deadline - time.monotonic())))
             except (KilledWorker, NoValidWorkerError):
                 return _died(key, address)
             except FuturesCancelledError as error:
@@ -115,6 +115,7 @@ class Calls:
                     return error
                 if address not in self._addresses().values():
                     return _died(key, address)  # with its result, which Dask would wait for
+                try_s *= 2
                 if time.monotonic() > deadline:
                     return ServiceUnavailable(
                         "the node has answered, but the answer does not come",

@@ -8,6 +8,7 @@ from .callers import (
     owner_of as owner_of,
     require_owner as require_owner,
     require_worker as require_worker,
+    sees as sees,
 )
 from .coordinator import Coordinator as Coordinator
 from .leadership import (

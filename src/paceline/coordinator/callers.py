@@ -105,7 +105,11 @@ def require_owner(team: str, project: str) -> None:
 
 def may_see(team: str, project: str) -> bool:
     """Return whether the caller's token is bound to no other team or project."""
-    caller = current_caller()
+    return sees(current_caller(), team, project)
+
+
+def sees(caller: Caller, team: object, project: object) -> bool:
+    """Return whether ``caller``'s token is bound to no other team or project."""
     return caller.team in (None, team) and caller.project in (None, project)
 
 

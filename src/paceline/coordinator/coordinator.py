@@ -323,6 +323,7 @@ class Coordinator:
             "state": job.state,
             "reason": job.reason,
             "team": job.spec.team,
+            "project": job.spec.project,
             "run_id": job.run_id,
         }
         event = EmitEvent(EventName.JOB_CHANGED, self._wall(), None, None, data)

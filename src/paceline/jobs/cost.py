@@ -325,7 +325,8 @@ def like(chosen: TrainingUsage, usages: Sequence[TrainingUsage]) -> list[Trainin
     """Return ``chosen`` and the trainings of its configuration, but for their steps."""
 
     def what(each: TrainingUsage) -> tuple[object, ...]:
-        return each.model_id, each.accelerators, round(each.tokens_per_step or 0)
+        held = each.accelerators, each.ranks, each.node_share
+        return each.model_id, held, round(each.tokens_per_step or 0)
 
     return [chosen, *(e for e in usages if e is not chosen and what(e) == what(chosen))]
 

@@ -57,11 +57,17 @@ class RecentCosts:
         self._read_s = 0.0
 
     def __call__(self) -> TrainingCosts:
-        with self._lock:
-            if self._costs is None or monotonic() - self._read_s >= RECENT_S:
-                self._costs = training_costs(self._jobs(), self._runtime, time.time())
-                self._read_s = monotonic()
-            return self._costs
+        known = self._costs
+        is_due = known is None or monotonic() - self._read_s >= RECENT_S
+        if is_due and self._lock.acquire(blocking=known is None):
+            try:
+                if self._costs is known:  # no other thread read it meanwhile
+                    self._costs = training_costs(self._jobs(), self._runtime, time.time())
+                    self._read_s = monotonic()
+            finally:
+                self._lock.release()
+        assert self._costs is not None
+        return self._costs
 
 
 def costs_of_installation(runtime: Runtime) -> TrainingCosts:

@@ -269,7 +269,7 @@ class JobScheduler(RepeatedTask):
             self._change(job, JobState.FAILED, reason, cause=cause)
         elif untaken:
             # What Slurm or Kubernetes holds for it is given back, too, as at a pause.
-            after = self._change(job, JobState.RECOVERING, why, allocation=None)
+            after = self._change(job, JobState.RECOVERING, why, allocation=None, untaken=True)
             if after.state is JobState.RECOVERING:
                 self._due[job.job_id] = self._wall() + UNTAKEN_S
         elif (losses := losses_since_checkpoint(job)) >= MOST_LOSSES:

@@ -37,13 +37,15 @@ def changed(
     reason: str = "",
     by: str = "",
     cause: LossCause = "",
+    untaken: bool = False,
     **fields: Any,
 ) -> TrainingJob:
     """Return ``job`` in ``state``, with the change in its history; raises Conflict where it may not
     follow the present one.
 
     A job that no longer holds hosts has no placement, and one that waits no flow run; the time of
-    its attempt is then in its usage. ``cause``: why the attempt was lost.
+    its attempt is then in its usage. ``cause``: why the attempt was lost; ``untaken``: no Prefect
+    worker took its flow run.
     """
     if state not in NEXT[job.state]:
         raise Conflict(
@@ -52,7 +54,8 @@ def changed(
             wanted=", ".join(sorted(s for s, to in NEXT.items() if state in to)),
             where=job.job_id,
         )
-    lost = (job.flow_run_id or "") if cause == "lost-flow" else ""
+    # A flow run that is ended in Prefect where that is still to be done.
+    lost = (job.flow_run_id or "") if cause == "lost-flow" or untaken else ""
     change = JobChange(
         state=state, at=at, reason=reason[:500], by=by, cause=cause, flow_run_id=lost
     )
@@ -83,8 +86,8 @@ def abandoned(job: TrainingJob, flow_run_id: str, at: float) -> TrainingJob:
     """
     reason = "the flow run that was made for it meanwhile is cancelled"
     change = JobChange(state=job.state, at=at, reason=reason, flow_run_id=flow_run_id)
-    history = (*job.history, change)[-KEPT_CHANGES:]
-    return job.model_copy(update={"history": history, "attempt": job.attempt + 1})
+    update = {"history": _history(job, change), "attempt": job.attempt + 1}
+    return job.model_copy(update=update)
 
 
 def losses_since_checkpoint(job: TrainingJob) -> int:

@@ -109,7 +109,8 @@ def require_tensors(directory: Path, lora: LoraSettings | None) -> None:
     }
     lacking = [f"{wanted[each]}{each}" for each in wanted if each not in names]
     ends = f"{prefix}{around.split()[0]}.weight", f"{HEAD}.weight"
-    if raw.get("tie_word_embeddings") is not False and not set(ends) <= set(lacking):
+    tied = raw.get("tie_word_embeddings", str(family).startswith("gemma"))
+    if tied is not False and not set(ends) <= set(lacking):
         lacking = [each for each in lacking if each not in ends]  # tied: either has the values
     if family in BIASED or raw.get("attention_bias") or raw.get("mlp_bias"):
         wanted |= {f"{each.removesuffix('.weight')}.bias": prefix for each in wanted}

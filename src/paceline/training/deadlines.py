@@ -37,6 +37,8 @@ class Deadlines:
         writers = math.ceil(settings.ranks / each) if each else 1
         read_bytes = job.base_bytes + state_bytes // max(1, readers)
         written_bytes = max(job.base_bytes, state_bytes // writers)  # an export, a save
+        if settings.early_stopping:  # an export begins with reading the best checkpoint
+            written_bytes += state_bytes // max(1, readers)
         return cls(
             start_s=max(guard.start_deadline_s, least_s) + read_bytes / BYTES_S,
             step_s=guard.step_deadline_s,

@@ -104,6 +104,10 @@ def training_key(spec: SubmitJob, profile: Profile) -> str:
 def _result_settings(settings: TrainingSettings) -> dict[str, Any]:
     """Return the settings that change the result."""
     given = settings.model_dump(mode="json", exclude=_result_neutral(settings))
+    if kept := given.get("checkpoints"):
+        given["checkpoints"] = {
+            name: kept[name] for name in ("interval", "every_steps", "keep_best")
+        }
     mesh = settings.mesh.model_dump(mode="json", include=_RESULT_MESH_SETTINGS)
     return _without_later_defaults(given) | {"mesh": mesh}
 
@@ -153,7 +157,8 @@ def with_derived_id(job: TrainJob) -> TrainJob:
     """Return ``job`` with an id derived from its ``config_digest``.
 
     Settings that change only speed or placement (mesh, ranks, checkpoints, caches) do not change
-    the id, so the job resumes where it stopped.
+    the id, so the job resumes where it stopped. With early stopping, which checkpoints are kept
+    changes it: the best one is exported.
     """
     return job.model_copy(update={"job_id": f"job-{config_digest(job)[:12]}"})
 

@@ -105,10 +105,11 @@ class _Loop:
             Trial(study, each._trial_id)
             for each in study.get_trials(deepcopy=False, states=[TrialState.RUNNING])
         ]
+        self._left.sort(key=lambda each: "job_id" not in each.user_attrs)  # these go on in any case
 
     def is_done(self) -> bool:
         """Begin the trials that may run now; return whether none does."""
-        while self._left:
+        while self._left and ("job_id" in self._left[0].user_attrs or not self._is_stopped()):
             self._begin(self._left.pop(0))
         if self._has_room() and not self._is_stopped():
             while self._has_room():
@@ -182,6 +183,7 @@ class _Loop:
                 parameters={**sweep.settings, **values}, name=title, team=sweep.team,
                 project=sweep.project or f"sweep-{sweep.name}", priority=sweep.priority,
                 purpose=sweep.purpose, sweep=self._run_id, code_ref=sweep.code_ref,
+                evaluate_on="",  # the sweep compares them itself
             )  # fmt: skip
             try:
                 job_id = retry(submit, AWAY_S, self._on_line).job_id
