@@ -178,6 +178,7 @@ def test_a_sweep_that_a_command_runs_here_is_a_run_in_mlflow_too(
     assert (run.info.status, run.data.params["best.job"]) == ("FINISHED", job.job_id)
 
 
+@pytest.mark.nightly
 def test_a_laptop_reads_what_a_detached_sweep_has_found(
     runtime: Runtime,
     installation: Installation,
@@ -217,6 +218,7 @@ def test_a_cancel_in_prefect_cancels_the_jobs_and_the_sweep_goes_on_later(
     assert [each.state for each in found.trials] == ["fail"] * 2 + ["complete"] * 2
 
 
+@pytest.mark.nightly
 def test_a_second_start_of_a_running_sweep_leaves_its_record_to_the_first(
     runtime: Runtime, installation: Installation, typed: Callable[..., dict[str, Any]]
 ) -> None:

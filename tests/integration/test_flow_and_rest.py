@@ -155,6 +155,7 @@ def test_a_delete_ends_both(site: Site) -> None:
     site.flow_is(flow_run_id, "CANCELLED")
 
 
+@pytest.mark.nightly
 def test_a_resident_agent_is_a_target_like_any_other(
     site: Site, stack: Runtime, asked: dict[str, str]
 ) -> None:

@@ -262,6 +262,7 @@ def test_a_run_from_prefects_form_is_a_job_with_what_the_form_was_given(lab: Lab
     lab.becomes(job.job_id, JobState.CANCELLED)
 
 
+@pytest.mark.nightly
 def test_a_key_finds_its_job_and_a_team_sees_to_its_own(lab: Lab) -> None:
     hold = lab.submit("--ranks", "4", "--priority", "100")
     spec = SubmitJob(model_id=lab.base[0], version=lab.base[1], data_snapshot=lab.snapshot)

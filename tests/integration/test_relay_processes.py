@@ -48,6 +48,7 @@ def line_of(site: Site, deployment_id: str) -> list[str]:
     return [each.worker_id for each in site.client.plan(deployment_id).workers]
 
 
+@pytest.mark.nightly
 def test_a_killed_agent_is_named_and_resumes_from_its_disk(site: Site) -> None:
     manifest = site.publish("killed", SIZE)
     d = site.deploy("killed", *NODES)

@@ -31,6 +31,7 @@ def test_the_admission_benchmark_runs_tiny(
     assert json.loads((tmp_path / "admission.json").read_text()) == result
 
 
+@pytest.mark.nightly
 def test_the_sweep_benchmark_runs_tiny(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert sweep.main(["--tiny", "--out", str(tmp_path)]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]

@@ -120,6 +120,7 @@ def test_an_export_of_several_files_has_the_names_that_vllm_takes(
     assert set(held) == wanted
 
 
+@pytest.mark.nightly
 def test_transformers_gives_the_same_logits_where_there_is_no_paceline(
     exported: dict[str, tuple[Path, list[float]]], tmp_path: Path
 ) -> None:

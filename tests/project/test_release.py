@@ -43,6 +43,7 @@ def tree(tmp_path: Path) -> Path:
     return made
 
 
+@pytest.mark.nightly
 def test_a_tag_becomes_the_same_files_each_time(tree: Path) -> None:
     refused = release(tree)
     assert refused.returncode != 0

@@ -198,6 +198,7 @@ def test_a_restarted_agent_goes_on_while_the_coordinator_is_away(
         verify_directory(fleet.final(name), manifest)
 
 
+@pytest.mark.nightly
 def test_a_restarted_agent_drops_what_was_cancelled_while_it_was_down(
     fleet: Fleet, coordinator: FakeCoordinator
 ) -> None:

@@ -188,13 +188,14 @@ def alone(root: Path) -> EvaluationReport:
     return report_of(root, [], *MODELS)
 
 
-EVERY_TIME = {"FSDP2": (2, MeshSettings(shard=2)), "TP": (2, MeshSettings(tp=2))}
+EVERY_TIME = {"FSDP2": (2, MeshSettings(shard=2))}
 NIGHTLY = {
+    "TP": (2, MeshSettings(tp=2)),
     "FSDP2 × TP": (4, MeshSettings(shard=2, tp=2)),
     "FSDP2 on four": (4, MeshSettings(shard=4)),
     "replicas of shards": (4, MeshSettings(dp=2, shard=2)),
 }
-MESHES_SHOWN = {"FSDP2": "every run", "TP": "every run", "FSDP2 × TP": "nightly"}  # in the docs
+MESHES_SHOWN = {"FSDP2": "every run", "TP": "nightly", "FSDP2 × TP": "nightly"}  # in the docs
 
 
 @pytest.mark.parametrize(

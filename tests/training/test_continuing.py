@@ -81,6 +81,7 @@ def test_a_continuation_has_the_bits_of_one_long_training(
     assert losses(output, again["job_id"]) == ours, "nothing is trained again"
 
 
+@pytest.mark.nightly
 def test_a_training_that_ended_early_is_done_and_may_be_continued(
     text: Path, tmp_path: Path
 ) -> None:
@@ -131,6 +132,7 @@ def test_early_stopping_exports_the_best_checkpoint(text: Path, tmp_path: Path, 
     assert whole["weights_digest"] == found["weights_digest"] != last["weights_digest"]
 
 
+@pytest.mark.nightly
 def test_another_rate_and_schedule_may_follow_and_other_data_may_not(
     text: Path, eight: Short
 ) -> None:

@@ -47,6 +47,7 @@ def test_it_names_data_configuration_and_the_bases_licence(text: Path, tmp_path:
     assert "Licence: that of the base model, whose card names none." in bare
 
 
+@pytest.mark.nightly
 def test_the_adapter_has_the_card_too(text: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     model = write_model("llama", tmp_path / "model")

@@ -218,6 +218,7 @@ def test_a_parameter_server_keeps_muons_state() -> None:
     assert learners[0].to_bytes() == learners[1].to_bytes()
 
 
+@pytest.mark.nightly
 def test_what_is_exported_is_the_average_of_the_last_checkpoint(text: Path, tmp_path: Path) -> None:
     words = [f"training.{each}" for each in ("ema.decay=0.6", "optimizer=muon")]
     words += ['training.groups=[{match=["*norm*"], learning_rate_factor=0.5}]']

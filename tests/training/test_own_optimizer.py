@@ -178,10 +178,8 @@ def test_a_training_with_it_has_the_bits_of_ours_with_the_same_rule(
     assert own["job_id"] != ours["job_id"], "another configuration"
 
 
-@pytest.mark.parametrize(
-    ("function", "mesh"),
-    [("lion", "shard=2"), pytest.param("adafactor", "dp=2", marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("function", "mesh"), [("lion", "shard=2"), ("adafactor", "dp=2")])
 def test_a_resumed_training_has_the_bits_of_an_uninterrupted_one(
     text: Path, code: Path, tmp_path: Path, function: str, mesh: str
 ) -> None:
