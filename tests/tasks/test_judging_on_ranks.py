@@ -195,7 +195,6 @@ NIGHTLY = {
     "FSDP2 on four": (4, MeshSettings(shard=4)),
     "replicas of shards": (4, MeshSettings(dp=2, shard=2)),
 }
-MESHES_SHOWN = {"FSDP2": "every run", "TP": "nightly", "FSDP2 × TP": "nightly"}  # in the docs
 
 
 @pytest.mark.parametrize(
