@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -137,6 +138,29 @@ def test_an_answer_that_a_busy_scheduler_does_not_bring_may_come_later(
         assert type(found) is TimeoutError, "the call's own"
     else:
         assert isinstance(found, WorkerLost)
+
+
+def test_a_slow_answer_comes_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fetch that is given up begins anew: of shorter ones none would ever end."""
+    monkeypatch.setattr(pinned_calls, "RESULT_TRY_S", 0.05)
+    address, took_s = "tls://127.0.0.1:1", 0.5
+
+    class Future:
+        status = "finished"
+
+        def add_done_callback(self, _: object) -> None:
+            pass
+
+        def result(self, timeout: float) -> str:
+            time.sleep(min(timeout, took_s))
+            if timeout < took_s:
+                raise TimeoutError
+            return "the answer"
+
+    client = SimpleNamespace(submit=lambda *_, **__: Future())
+    calls = Calls(client, lambda: {"node-0": address}, slot=False)
+    calls.submit("node-0", address, os.getpid)
+    assert calls.some(0) == {"node-0": "the answer"}
 
 
 @pytest.mark.parametrize("failures", [HANDSHAKES - 1, HANDSHAKES])

@@ -7,6 +7,7 @@ import re
 import shlex
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -227,6 +228,37 @@ def test_a_cost_without_a_price_starts_no_other_trial(sweep: Sweep, priced: Queu
     found = run(replace(sweep, parallel=2, budget=35), priced)
     assert len(found.trials) == 2
     assert "cannot be counted: no price in [prices] per_hour for h100" in found.stopped
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_a_spent_budget_ends_no_trial_that_has_a_job(
+    sweep: Sweep, priced: Queue, monkeypatch: pytest.MonkeyPatch, accepted: bool
+) -> None:
+    """The sweep died as it submitted its second job, which was not noted."""
+    sweep, submit = replace(sweep, parallel=1), priced.submit
+
+    def dies(*words: Any, **more: Any) -> TrainingJob:
+        if len(priced.jobs) == 1:
+            if accepted:
+                submit(*words, **more)
+            raise KeyboardInterrupt
+        return submit(*words, **more)
+
+    monkeypatch.setattr(priced, "submit", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run(replace(sweep, budget=1000), priced)
+    monkeypatch.setattr(priced, "submit", submit)
+    names = ("training_costs", "change_job")
+    priced.coordinator = SimpleNamespace(  # type: ignore[assignment]
+        jobs=lambda **_: SimpleNamespace(jobs=list(priced.jobs.values())),
+        **{name: getattr(priced, name) for name in names},
+    )
+    found = run(replace(sweep, budget=5), priced)
+    assert [each.state for each in found.trials] == [
+        "complete",
+        "complete" if accepted else "fail",
+    ]
+    assert found.stopped.startswith("the budget is spent")
 
 
 def test_a_budget_without_prices_is_refused_before_any_job(sweep: Sweep) -> None:

@@ -12,7 +12,8 @@ import pytest
 from paceline.api import jobs as api_jobs
 from paceline.config import Endpoints, Profile
 from paceline.jobs import table
-from paceline.schemas import JobState, TrainingCosts, TrainingUsage
+from paceline.registry import Registry
+from paceline.schemas import JobState, TrainingUsage
 from tests.security.kit import JOB, Rest
 from tests.support.web import Answer, Call, serving
 
@@ -85,8 +86,13 @@ def test_costs_of_another_team_stay_theirs(rest: Rest, monkeypatch: pytest.Monke
         TrainingUsage(job_id=f"job-{team}", run_id=f"run-{team}", steps=1, seconds=1.0, team=team)
         for team in ("nlp", "vision", "")
     ]
-    found = TrainingCosts(prices=rest.runtime.profile.prices, usages=rows, without_result=3)
-    monkeypatch.setattr(api_jobs, "training_costs", lambda *_: found)
+    monkeypatch.setattr(Registry, "trainings", lambda _: (rows, ["a", "b", "c"]))
+    endpoints = rest.runtime.endpoints.model_copy(update={"mlflow_url": "http://127.0.0.1:9"})
+    runtime = rest.runtime.model_copy(update={"endpoints": endpoints})
+    known = api_jobs.training_costs
+    monkeypatch.setattr(
+        api_jobs, "training_costs", lambda jobs, _, *more: known(jobs, runtime, *more)
+    )
     for token, teams, count in (
         (rest.person("ann", "read", "train", team="nlp"), ["nlp"], 0),
         (rest.owner, ["nlp", "vision", ""], 3),
@@ -148,3 +154,13 @@ def test_one_team_does_not_fill_the_queue(rest: Rest, monkeypatch: pytest.Monkey
     refused = rest.call("POST", f"{JOBS}/adopt", rest.owner, body)
     assert refused.status_code == 409 and "1 of team nlp" in refused.text
     adopted(rest, 3, team="vision")
+
+
+def test_a_flow_run_without_a_team_is_its_submitters(rest: Rest) -> None:
+    """Of flows that take no team a bound token sees and cancels those that it started."""
+    deploy = rest.person("ann", "train", "deploy", team="nlp")
+    path = f"/flows/{FLOW_RUN.format(7)}"
+    for method in ("GET", "DELETE"):
+        refused = rest.call(method, path, deploy)
+        assert refused.status_code == 403 and "not this token's" in refused.text
+        assert rest.call(method, path, rest.owner).status_code == 200

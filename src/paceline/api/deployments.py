@@ -299,6 +299,9 @@ def _add_observation(router: APIRouter, coordinator: Coordinator) -> None:
         while True:
             found = coordinator.events(after)
             seen = tuple(each for each in found.events if is_shown(each, caller))
+            if found.events and not seen:  # all of this page are of other teams
+                after = found.last
+                continue
             found = found.model_copy(update={"events": seen})
             if found.events or coordinator.stopping or clock() >= until_s:
                 return found

@@ -33,6 +33,7 @@ from paceline.coordinator import (
     audit_event,
     current_call,
     current_caller,
+    may_see,
     owner_of,
     require_owner,
 )
@@ -151,7 +152,7 @@ def make_flow_router(
     ) -> FlowRunView:
         """Return a flow run's state, and the lines of its log after the first ``after``."""
         found = prefect().view(flow_run_id, after)
-        _require_own(found, table)
+        _require_own(found, table, coordinator)
         return found
 
     @router.delete("/flows/{flow_run_id}", tags=["flows"])
@@ -159,7 +160,7 @@ def make_flow_router(
         """Request the cancellation of a flow run."""
         found = prefect().view(flow_run_id)  # raises NotFound for one that is not Paceline's
         _require_scope(found.flow)
-        _require_own(found, table)
+        _require_own(found, table, coordinator)
         prefect().cancel(flow_run_id)
         return Success()
 
@@ -206,13 +207,22 @@ def make_flow_router(
     return router
 
 
-def _require_own(found: FlowRunView, table: JobTable) -> None:
-    """Raise AccessDenied for the run of a job or a flow of another team or project."""
+def _require_own(found: FlowRunView, table: JobTable, coordinator: Coordinator) -> None:
+    """Raise AccessDenied for the run of a job or a flow of another team or project; where it names
+    neither, for a bound token that did not submit it."""
     jobs = (each for each in table.jobs() if found.flow_run_id in flow_runs(each).values())
     if (job := next(jobs, None)) is not None:  # its parameters name no team
         require_job_owner(job)
-    elif "team" in FLOW_PARAMETERS.get(found.flow, ()):
+    elif found.team or found.project:
         require_owner(found.team or "default", found.project)
+    elif not may_see("", "") and current_caller().token_id not in submitters(
+        coordinator, found.run_id
+    ):
+        raise AccessDenied(
+            "the flow run is not this token's",
+            got=found.flow_run_id,
+            wanted="one that it submitted, or a token that is bound to no team or project",
+        )
 
 
 def note_submitter(coordinator: Coordinator, run_id: str, *, unless_known: bool = False) -> None:

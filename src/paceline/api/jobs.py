@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import takewhile
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,6 +67,7 @@ from paceline.schemas import (
     SubmitJob,
     TrainingCosts,
     TrainingJob,
+    TrainingUsage,
     digest_of,
     new_run_id,
     require_no_secrets,
@@ -92,7 +93,8 @@ def make_job_router(
     @router.get(COSTS)
     def get_training_costs() -> TrainingCosts:
         """Return what each training and each attempt of a job used, and the prices of now."""
-        return _of_caller(training_costs(table.jobs(), runtime, time.time()))
+        found = training_costs(table.jobs(), runtime, time.time(), _is_callers)
+        return found if may_see("", "") else found.model_copy(update={"without_result": 0})
 
     _add_changing(router, runtime, coordinator, table, shown)
     return router
@@ -108,7 +110,8 @@ def _add_submitting(
     recent = RecentCosts(table.jobs, runtime)
 
     def estimated(job: TrainingJob) -> TrainingJob:
-        guess = _estimate(job.spec, runtime, _of_caller(recent()), coordinator)
+        earlier = filter(_is_callers, recent().usages)
+        guess = _estimate(job.spec, runtime, earlier, coordinator)
         return job.model_copy(update={"estimate": guess})
 
     @router.post(JOBS, status_code=201)
@@ -291,7 +294,7 @@ def _with_budget(job: TrainingJob, budget: float) -> TrainingJob:
 
 
 def _estimate(
-    spec: SubmitJob, runtime: Runtime, earlier: TrainingCosts, coordinator: Coordinator
+    spec: SubmitJob, runtime: Runtime, earlier: Iterable[TrainingUsage], coordinator: Coordinator
 ) -> CostEstimate | None:
     """Return what the job would take and cost by what ``earlier`` ones did, else by the model of a
     step; None: nothing says it."""
@@ -302,7 +305,7 @@ def _estimate(
         return None
     hosts = hosts_of(coordinator.read(lambda state: state.fleet.workers()), settings)
     return estimate_like(
-        spec.model_id, settings, profile.prices, earlier.usages, spec.resources.capacity
+        spec.model_id, settings, profile.prices, earlier, spec.resources.capacity
     ) or estimate_submitted(spec, {each.kind for each in hosts}, runtime)
 
 
@@ -344,12 +347,8 @@ def _submission_id(spec: SubmitJob) -> str:
     return digest_of(spec.model_dump(mode="json", exclude=unsaid))
 
 
-def _of_caller(costs: TrainingCosts) -> TrainingCosts:
-    """Return what the caller's token may see of ``costs``."""
-    if may_see("", ""):
-        return costs
-    usages = tuple(each for each in costs.usages if may_see(each.team, each.project))
-    return costs.model_copy(update={"usages": usages, "left_out": 0, "without_result": 0})
+def _is_callers(usage: TrainingUsage) -> bool:
+    return may_see(usage.team, usage.project)
 
 
 def _with_owner(spec: SubmitJob) -> SubmitJob:

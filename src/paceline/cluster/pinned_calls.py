@@ -8,12 +8,14 @@ interleave nor deadlock; the claim of a gang that is gone expires (the lease in 
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import logging
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -100,10 +102,10 @@ class Calls:
         from distributed.scheduler import KilledWorker, NoValidWorkerError
 
         key, address = self._pending.pop(future)
-        deadline, try_s = time.monotonic() + RESULT_TIMEOUT_S, RESULT_TRY_S
+        fetched: Any = future
         while True:
-            try:  # each time anew, and twice as long: a slow answer comes, too
-                return future.result(timeout=min(try_s, max(0.1, deadline - time.monotonic())))
+            try:
+                return fetched.result(timeout=RESULT_TRY_S)
             except (KilledWorker, NoValidWorkerError):
                 return _died(key, address)
             except FuturesCancelledError as error:
@@ -115,8 +117,9 @@ class Calls:
                     return error
                 if address not in self._addresses().values():
                     return _died(key, address)  # with its result, which Dask would wait for
-                try_s *= 2
-                if time.monotonic() > deadline:
+                if fetched is future:  # in one piece: a fetch that is given up begins anew
+                    fetched = _in_background(future.result, RESULT_TIMEOUT_S)
+                elif fetched.done():
                     return ServiceUnavailable(
                         "the node has answered, but the answer does not come",
                         wanted=f"within {RESULT_TIMEOUT_S:.0f} s",
@@ -134,6 +137,15 @@ class Calls:
                 future.cancel()
         self._pending.clear()
         return keys
+
+
+def _in_background(
+    fetch: Callable[[float], Any], timeout_s: float
+) -> concurrent.futures.Future[Any]:
+    pool = ThreadPoolExecutor(1)
+    made = pool.submit(fetch, timeout_s)
+    pool.shutdown(wait=False)
+    return made
 
 
 def _died(key: str, address: str) -> WorkerLost:

@@ -80,6 +80,14 @@ def load_profile(name_or_path: str, overrides: Mapping[str, object] | None = Non
             wanted="an image such as registry.example/paceline:0.1.0",
             where=path,
         )
+    if profile.cluster.kind == "local" and profile.cluster.hosts:
+        raise InvalidProfile(
+            "the profile names hosts and starts none of them",
+            got='cluster.hosts with [cluster] kind = "local"',
+            wanted='kind = "ssh"',
+            where=path,
+            do="Begin with the profile `ssh`; hosts that join are named nowhere.",
+        )
     if profile.cluster.per_job and not profile.training.ranks_per_node:
         raise InvalidProfile(
             "how many nodes a job needs is not known before it has them",

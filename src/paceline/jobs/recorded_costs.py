@@ -23,9 +23,14 @@ MOST_ROWS = 20_000  # in one answer
 RECENT_S = 60.0
 
 
-def training_costs(jobs: Iterable[TrainingJob], runtime: Runtime, now: float) -> TrainingCosts:
-    """Return what ``jobs`` and MLflow's trainings used until ``now``; a note says where MLflow does
-    not answer."""
+def training_costs(
+    jobs: Iterable[TrainingJob],
+    runtime: Runtime,
+    now: float,
+    shown: Callable[[TrainingUsage], bool] = lambda _: True,
+) -> TrainingCosts:
+    """Return what ``jobs`` and MLflow's trainings used until ``now``, of those that are ``shown``;
+    a note says where MLflow does not answer."""
     known = list(jobs)
     finished: list[TrainingUsage] = []
     without: list[str] = []
@@ -35,7 +40,7 @@ def training_costs(jobs: Iterable[TrainingJob], runtime: Runtime, now: float) ->
             finished, without = Registry.from_runtime(runtime).trainings()
         except PacelineError as error:
             notes = (f"trainings that no job is recorded for are not counted: {error.one_line()}",)
-    rows = recorded(known, finished, now)
+    rows = [each for each in recorded(known, finished, now) if shown(each)]
     of_jobs = {each.run_id for each in known if each.usage}
     return TrainingCosts(
         prices=runtime.profile.prices,

@@ -502,7 +502,7 @@ class JobScheduler(RepeatedTask):
             for each in (*dead, *open_)[:MOST_CALLS]:
                 with contextlib.suppress(NotFound):  # it was deleted meanwhile
                     if each in self._cancelling:
-                        self._flows.crash(each, "its process is gone: nothing has cancelled it")
+                        self._flows.crash(each, "nothing has cancelled it: it has no process")
                     else:
                         self._flows.cancel(each)
         except PacelineError as error:

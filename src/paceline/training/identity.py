@@ -31,6 +31,8 @@ _RESULT_NEUTRAL_SETTINGS = {
     "guard",
     "ranks_per_node",
 }
+# of the settings of checkpoints, by their interval
+WHEN_SAVED = {"steps": ["every_steps"], "seconds": ["every_s"], "auto": ["failures_per_day"]}
 _LATER_DEFAULTS = {
     "betas": [0.9, 0.95],
     "export_dtype": "base",
@@ -104,10 +106,9 @@ def training_key(spec: SubmitJob, profile: Profile) -> str:
 def _result_settings(settings: TrainingSettings) -> dict[str, Any]:
     """Return the settings that change the result."""
     given = settings.model_dump(mode="json", exclude=_result_neutral(settings))
-    if kept := given.get("checkpoints"):
-        given["checkpoints"] = {
-            name: kept[name] for name in ("interval", "every_steps", "keep_best")
-        }
+    if kept := given.get("checkpoints"):  # the best one that is kept is exported
+        names = ("interval", "keep", "keep_best", *WHEN_SAVED[settings.checkpoints.interval])
+        given["checkpoints"] = {name: kept[name] for name in names}
     mesh = settings.mesh.model_dump(mode="json", include=_RESULT_MESH_SETTINGS)
     return _without_later_defaults(given) | {"mesh": mesh}
 

@@ -105,12 +105,15 @@ class _Loop:
             Trial(study, each._trial_id)
             for each in study.get_trials(deepcopy=False, states=[TrialState.RUNNING])
         ]
-        self._left.sort(key=lambda each: "job_id" not in each.user_attrs)  # these go on in any case
 
     def is_done(self) -> bool:
         """Begin the trials that may run now; return whether none does."""
-        while self._left and ("job_id" in self._left[0].user_attrs or not self._is_stopped()):
-            self._begin(self._left.pop(0))
+        while self._left:
+            trial = self._left.pop(0)
+            if "job_id" in trial.user_attrs or not self._is_stopped() or self._find_job(trial):
+                self._begin(trial)
+            else:
+                self._end(trial, "FAIL", reason=STOPPED)
         if self._has_room() and not self._is_stopped():
             while self._has_room():
                 self._begin(self._study.ask())
@@ -133,6 +136,20 @@ class _Loop:
                 self._on_line(f"{job_id} is not cancelled: {error.one_line()}")
             else:
                 self._end(trial, "FAIL", reason=STOPPED)
+
+    def _title(self, trial: Trial) -> str:
+        return f"{self._sweep.name} trial {trial.number}"
+
+    def _find_job(self, trial: Trial) -> bool:
+        """Return whether the trial has a job that was submitted, but not noted, and note it."""
+        title = self._title(trial)
+        project = self._sweep.project or f"sweep-{self._sweep.name}"
+        asked = partial(self._client.coordinator.jobs, name=title, project=project)
+        for job in retry(asked, AWAY_S, self._on_line).jobs:
+            if job.spec.name == title and job.spec.sweep == self._run_id:
+                trial.set_user_attr("job_id", job.job_id)
+                return True
+        return False
 
     def _has_room(self) -> bool:
         if len(self._running) >= self._sweep.parallel:
@@ -175,7 +192,7 @@ class _Loop:
         """Follow the trial's job, which is submitted unless it was before."""
         sweep = self._sweep
         values = {key: each.suggest(trial, key) for key, each in sweep.space.items()}
-        title, job_id = f"{sweep.name} trial {trial.number}", trial.user_attrs.get("job_id")
+        title, job_id = self._title(trial), trial.user_attrs.get("job_id")
         if job_id is None:
             submit = partial(
                 self._client.submit, sweep.model_id, sweep.version, sweep.snapshot_url,

@@ -105,8 +105,6 @@ export async function api(path, method = "GET", body = undefined) {
 }
 export const may = (...scopes) =>
   Boolean(fleet.leader.leads && session.who?.token_scopes.some(each => scopes.includes(each)));
-export const mayOnJob = job => may("train", "deploy") &&
-  ["team", "project"].every(each => [undefined, job.spec[each]].includes(session.who["token_" + each]));
 
 export function action(label, what, consequence, path, method = "POST", body = undefined, asked = "") {
   // A button that asks first, in a dialog that says what follows, and for the "reason" or "budget" of the call.

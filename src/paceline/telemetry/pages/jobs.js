@@ -1,5 +1,5 @@
 // Training jobs: the queue, and one job with its progress, ranks, checkpoints, history and log.
-import {$, action, ago, api, bar, el, facts, fill, humane, jobLink, link, may, mayOnJob, more, number, pill, short,
+import {$, action, ago, api, bar, el, facts, fill, humane, jobLink, link, may, more, number, pill, short,
   table, when, workerLink} from "./common.js";
 
 const JOBS = "/v1/training-jobs", ENDED = ["needs_review", "succeeded", "failed", "cancelled"];
@@ -39,7 +39,7 @@ export async function pollJobs() {
     fill($("job-list"), rows.length ? table([["Job", ""], ["State", ""], ["Progress", ""], ["Team", "wide"],
       ["Priority", "rate wide"], ["Model", "wide"], ["Submitted", "wide"]], rows) : el("p", "quiet", "No job matches."),
       pager(rows.length, answer.total));
-  } catch (error) { fill($("job-list"), el("p", "reason", error.message)); }
+  } catch (error) { if (asked === latest) fill($("job-list"), el("p", "reason", error.message)); }
 }
 function pager(shown, total) {
   const turn = (label, by) => {
@@ -151,7 +151,7 @@ function drawJob({job, same_submission, pages, spent, currency, estimate, hours}
 }
 function actions(job, path, cost) {
   const made = [], name = job.spec.name || job.job_id;
-  if (mayOnJob(job) && !ENDED.includes(job.state)) {
+  if (may("train", "deploy") && !ENDED.includes(job.state)) {
     if (job.state === "paused") made.push(action("Resume", "Resume " + name + "?",
       "It waits in the queue again, with its first place, and goes on from its newest checkpoint." +
       (job.spec.budget ? " Its cost so far: " + cost + "." : ""), path + "/resume", "POST", undefined, job.spec.budget ? "budget" : ""));
