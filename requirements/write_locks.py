@@ -111,9 +111,12 @@ def write_cpu(version: re.Match[str] | None) -> None:
 
 
 def blocks_of(text: str) -> Blocks:
-    """Split a requirements file into its projects."""
-    blocks = [each for each in re.split(r"(?m)^(?=[A-Za-z0-9])", text) if each.strip()]
-    return {re.split(r"[=\[ ]", each, maxsplit=1)[0]: each for each in blocks}
+    """Split a requirements file into its projects; one may have a version for each Python."""
+    found: Blocks = {}
+    for each in filter(str.strip, re.split(r"(?m)^(?=[A-Za-z0-9])", text)):
+        name = re.split(r"[=\[ ]", each, maxsplit=1)[0]
+        found[name] = found.get(name, "") + each
+    return found
 
 
 def write(name: str, blocks: Blocks) -> None:

@@ -82,6 +82,27 @@ def test_every_dependency_of_the_project_is_locked() -> None:
         assert each.specifier.contains(version), f"{each} is locked at {version}: run `make lock`"
 
 
+def test_the_oldest_python_gets_what_the_wheels_need() -> None:
+    """A project may have a version for each Python: Debian's is 3.11.2."""
+    oldest = {"python_full_version": "3.11.0", "python_version": "3.11", "extra": ""}
+    locked = {
+        name
+        for lock in LOCKS
+        for name, _, marker in pins(lock)
+        if not marker or Marker(marker).evaluate(oldest)
+    }
+    overrides = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
+    given_up = {normalised(Requirement(e).name) for e in overrides["override-dependencies"]}
+    lacking = {
+        f"{dist.name} needs {each.name}"
+        for dist in importlib.metadata.distributions()
+        for each in map(Requirement, dist.requires or ())
+        if (each.marker is None or each.marker.evaluate(oldest))
+        and normalised(each.name) not in locked | given_up
+    }
+    assert not lacking
+
+
 class Shop:
     """A folder with a script and locks like ours, an index of hand-made wheels, an environment."""
 

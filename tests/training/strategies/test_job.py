@@ -20,7 +20,7 @@ from tests.training.test_recovery import reference, trusting
 
 __all__ = ["trusting"]  # a fixture
 
-STEPS, TRACED = 24, 12
+STEPS, TRACED = 48, 12  # a busy machine asks for the trace late
 SERVED = {"kind": "parameter-server", "max_staleness": 3}
 
 
