@@ -18,7 +18,6 @@ from fastapi import APIRouter, Path as PathParameter, Query
 from paceline import __version__
 from paceline.api.flow_starter import PrefectStarter
 from paceline.api.job_views import require_job_owner
-from paceline.api.jobs import require_code_ref
 from paceline.config import (
     DEFAULT_S3,
     HubSettings,
@@ -33,7 +32,6 @@ from paceline.coordinator import (
     audit_event,
     current_call,
     current_caller,
-    may_see,
     owner_of,
     require_owner,
 )
@@ -215,7 +213,7 @@ def _require_own(found: FlowRunView, table: JobTable, coordinator: Coordinator) 
         require_job_owner(job)
     elif found.team or found.project:
         require_owner(found.team or "default", found.project)
-    elif not may_see("", "") and current_caller().token_id not in submitters(
+    elif (caller := current_caller()).is_bound and caller.token_id not in submitters(
         coordinator, found.run_id
     ):
         raise AccessDenied(
@@ -230,8 +228,7 @@ def note_submitter(coordinator: Coordinator, run_id: str, *, unless_known: bool 
     kept, caller = _submission(coordinator, run_id), current_caller()
     known = _tokens(kept)
     if caller.token_id not in known and not (known and unless_known):
-        bound = caller.team is not None or caller.project is not None
-        of_team = bound or bool(kept.get(OF_TEAM))
+        of_team = caller.is_bound or bool(kept.get(OF_TEAM))
         names = known | {caller.token_id: caller.name}
         made = {"tokens": names, OF_TEAM: of_team}
         _keep(coordinator, SUBMITTERS, digest_of(run_id), run_id, made)
@@ -401,14 +398,14 @@ def _require_allowed(call: StartFlow, profile: Profile, allow: Callable[[str], o
         )
     reading, settings = _object(call, "reading"), _object(call, "settings")
     own = with_job_settings(profile, settings)
-    if optimizer := call.parameters.get("optimizer_ref"):
+    refs = [str(call.parameters.get(name) or "") for name in ("code_ref", "optimizer_ref")]
+    if any(refs):
         from paceline.training.user_code import with_code
 
-        with_code(own, optimizer_ref=str(optimizer))
+        with_code(own, *refs)
     if call.flow == "sweep":
         asked = Sweep.of({**_object(call, "search"), **call.parameters, "search": None})
         asked.check(profile)
-        require_code_ref(asked.code_ref, profile)
         require_prices(asked.budget, profile.prices)
     features = reading.get("features") or []
     named = [call.parameters.get(each) for each in SOURCES]

@@ -94,7 +94,8 @@ def make_job_router(
     def get_training_costs() -> TrainingCosts:
         """Return what each training and each attempt of a job used, and the prices of now."""
         found = training_costs(table.jobs(), runtime, time.time(), _is_callers)
-        return found if may_see("", "") else found.model_copy(update={"without_result": 0})
+        bound = current_caller().is_bound
+        return found.model_copy(update={"without_result": 0}) if bound else found
 
     _add_changing(router, runtime, coordinator, table, shown)
     return router
@@ -397,15 +398,6 @@ def _require_possible(job: TrainingJob, runtime: Runtime, coordinator: Coordinat
         _require_base(spec, runtime, snapshot)
     if continued and not continued.startswith("job-"):
         raise InvalidInput("not a training's id", got=continued, wanted="job-…")
-
-
-def require_code_ref(code_ref: str, profile: Profile) -> None:
-    """Raise AccessDenied for a training's own code that the profile does not allow, InvalidInput
-    for a reference that is not pinned; "" is none."""
-    if code_ref:
-        from paceline.training.user_code import parse, require_allowed
-
-        require_allowed(parse(code_ref), profile.security.code_sources)
 
 
 def _require_priority_and_budget(spec: SubmitJob, profile: Profile) -> None:

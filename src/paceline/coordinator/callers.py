@@ -40,6 +40,11 @@ class Caller:
     begins: bool = False  # its first use, which ends the token that it was issued to replace
     authority: str | None = None  # digest of the authorities that came with it
 
+    @property
+    def is_bound(self) -> bool:
+        """Return whether the token is one team's or one project's."""
+        return self.team is not None or self.project is not None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
