@@ -33,6 +33,7 @@ from paceline.coordinator import (
     current_call,
     current_caller,
     owner_of,
+    refuse_own,
     require_owner,
 )
 from paceline.errors import (
@@ -343,13 +344,7 @@ def _decided(
     policy = runtime.profile.gate.policy(request.model_id)
     own = caller.token_id in who or caller.name in who.values()
     if call.approved and own and policy.approval == "four-eyes":
-        raise AccessDenied(
-            "who submitted a promotion cannot approve it",
-            got=f"the token of {caller.name}",
-            wanted="a token of scope approve of another person",
-            where=run_id,
-            do='The policy of the model demands it: gate.approval = "four-eyes".',
-        )
+        refuse_own("who submitted a promotion cannot approve it", run_id)
     approval = Approval(
         run_id=run_id,
         model_id=request.model_id,

@@ -25,6 +25,7 @@ from paceline.coordinator import (
     current_caller,
     may_see,
     owner_of,
+    refuse_own,
 )
 from paceline.errors import (
     AccessDenied,
@@ -246,13 +247,7 @@ def _add_changing(
             policy = runtime.profile.gate.policy(job.spec.model_id)
             own = job.submitted_by == current_caller().name
             if call.accepted and own and policy.approval == "four-eyes":
-                raise AccessDenied(
-                    "who submitted a job may not accept it",
-                    got=current_caller().name,
-                    wanted="a token of scope approve of another person",
-                    where=job_id,
-                    do='The policy of the model demands it: gate.approval = "four-eyes".',
-                )
+                refuse_own("who submitted a job may not accept it", job_id)
             if job.state is not JobState.NEEDS_REVIEW:
                 raise Conflict(
                     "this job waits for no review",

@@ -6,6 +6,7 @@ from .callers import (
     current_caller as current_caller,
     may_see as may_see,
     owner_of as owner_of,
+    refuse_own as refuse_own,
     require_owner as require_owner,
     require_worker as require_worker,
     sees as sees,

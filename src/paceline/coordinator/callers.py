@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from paceline.coordinator.state import (
     Answer,
@@ -106,6 +107,17 @@ def require_owner(team: str, project: str) -> None:
                 got=f"{kind} {got or 'none'}",
                 wanted=f"{kind} {bound}",
             )
+
+
+def refuse_own(what: str, where: str) -> NoReturn:
+    """Raise AccessDenied: the caller submitted it, and the model's policy wants a second person."""
+    raise AccessDenied(
+        what,
+        got=f"the token of {current_caller().name}",
+        wanted="a token of scope approve of another person",
+        where=where,
+        do='The policy of the model demands it: gate.approval = "four-eyes".',
+    )
 
 
 def may_see(team: str, project: str) -> bool:
