@@ -188,6 +188,12 @@ def test_the_profile_says_whether_a_job_is_judged(tmp_path: Path, routes: Routes
     assert ids == [digest_of(sent)] * 2, "the profile has no part in it"
 
 
+@pytest.mark.usefixtures("inputs_exist")
+def test_a_key_of_the_release_before_finds_its_job(routes: Routes) -> None:
+    stored = "4a037d6048c23701c83b2b4f2032d652710191116787921ec44f399caa2ce995"  # of that release
+    assert routes.of["submit_job"](SPEC, "release-1").job.submission_id == stored
+
+
 @pytest.mark.parametrize(("skew_s", "shown_s"), [(3600.0, -10.0), (-3600.0, -10.0), (1.0, -9.0)])
 def test_a_checkpoint_has_a_time_of_the_coordinators_clock(
     routes: Routes, skew_s: float, shown_s: float

@@ -182,7 +182,9 @@ class SubmitJob(Record):
         exclude_if=is_none,
     )
     # the run id of the sweep whose trial it is: its run in MLflow is below the sweep's
-    sweep: Annotated[str, StringConstraints(pattern=f"{RUN_ID}|^$")] = ""
+    sweep: Annotated[str, StringConstraints(pattern=f"{RUN_ID}|^$")] = Field(
+        default="", exclude_if=is_empty
+    )
 
     @model_validator(mode="after")
     def _parameters_are_small(self) -> SubmitJob:
