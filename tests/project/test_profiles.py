@@ -115,6 +115,16 @@ def test_the_runtime_of_an_earlier_release_is_read(tmp_path: Path) -> None:
     stored["profile"]["model"]["base_steps"] = 60
     path.write_text(json.dumps(stored))
     assert load_runtime(tmp_path) == runtime
+    stored["profile"]["gate"]["models"] = {'"acme/7b"': {}}  # quoted: of --set in that release
+    stored["secrets"]["coordinator_token"] = "secret-word"
+    path.write_text(json.dumps(stored))
+    with pytest.raises(InvalidProfile, match=r"profile\.gate\.models.*acme/7b.*runtime\.json"):
+        load_runtime(tmp_path)
+    del stored["profile"]["gate"]["models"], stored["endpoints"]
+    path.write_text(json.dumps(stored))
+    with pytest.raises(InvalidProfile, match="endpoints") as refused:
+        load_runtime(tmp_path)
+    assert "secret-word" not in str(refused.value)
     path.write_text("[]")
     with pytest.raises(NotReady, match=r"cannot be read.*runtime\.json"):
         load_runtime(tmp_path)

@@ -14,11 +14,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from paceline.config.base import Settings
 from paceline.config.settings import ObjectSettings, Profile
-from paceline.errors import AccessDenied, Conflict, InvalidInput, NotReady
+from paceline.errors import (
+    AccessDenied,
+    Conflict,
+    InvalidInput,
+    InvalidProfile,
+    NotReady,
+    short_repr,
+)
 from paceline.system import without_proxy_to_loopback, write_private
 
 RUNTIME_FILE = "runtime.json"
@@ -292,7 +299,8 @@ def require_unused(state_dir: Path, token: str = "") -> None:
 def load_runtime(state_dir: Path | str | None = None) -> Runtime:
     """Return the runtime of the installation in ``state_dir``.
 
-    Raises NotReady if no installation was started there, or its file cannot be read.
+    Raises NotReady if no installation was started there, or its file cannot be read, and
+    InvalidProfile for a value that this release refuses.
     """
     directory = Path(state_dir) if state_dir else default_state_dir()
     path = directory / RUNTIME_FILE
@@ -311,6 +319,8 @@ def load_runtime(state_dir: Path | str | None = None) -> Runtime:
             do="Name its directory with --state. `paceline up` starts one on this machine, "
             "`paceline init` prepares a fleet's, `paceline login` uses one elsewhere.",
         ) from error
+    except ValidationError as error:
+        raise _refused(error, path) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise NotReady(
             "runtime file cannot be read",
@@ -318,3 +328,17 @@ def load_runtime(state_dir: Path | str | None = None) -> Runtime:
             where=path,
             do="Run `paceline down` and `paceline up` again.",
         ) from error
+
+
+def _refused(error: ValidationError, path: Path) -> InvalidProfile:
+    first = error.errors()[0]
+    key = ".".join(map(str, first["loc"]))
+    # a value elsewhere, or around a key that is missing, may have secrets
+    shown = first["loc"][0] == "profile" and first["type"] != "missing"
+    return InvalidProfile(
+        "this release refuses a value that the installation was set up with",
+        got=f"{key} = {short_repr(first['input'])}" if shown else key,
+        wanted=first["msg"].removeprefix("Value error, "),
+        where=path,
+        do="Correct it in that file. Of `paceline up`: run `paceline down`, and `up` again.",
+    )
