@@ -159,7 +159,7 @@ def test_another_scope_does_not_decide(rest: Rest, scopes: tuple[str, ...]) -> N
         assert decide(rest, token, approved=approved).status_code == 403
 
 
-@pytest.mark.parametrize("stage", ["approval", "submitters"])
+@pytest.mark.parametrize("stage", ["approval", "submitters", "training-job"])
 def test_no_token_writes_these_records_into_the_ledger(rest: Rest, stage: str) -> None:
     """Not even the installation's own, which flows have."""
     forged = {

@@ -45,6 +45,7 @@ from paceline.schemas import (
     APPROVAL,
     APPROVAL_REQUEST,
     SUBMITTERS,
+    TRAINING_JOBS,
     CreatedDeployment,
     CreateDeployment,
     DeploymentList,
@@ -279,7 +280,7 @@ def _add_ledger(router: APIRouter, coordinator: Coordinator) -> None:
                 got=f"{record.stage}/{record.input_digest}",
                 wanted=f"{stage}/{input_digest}",
             )
-        if stage in (APPROVAL, SUBMITTERS):
+        if stage in (APPROVAL, SUBMITTERS, TRAINING_JOBS):
             raise AccessDenied("the coordinator alone records these", got=stage)
         _require_plain(record.output)
         if stage == APPROVAL_REQUEST:  # a run that was not started over REST is its flow's

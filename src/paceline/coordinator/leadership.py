@@ -165,6 +165,7 @@ class Replica:
     def _lead(self, term: Term, duties: Sequence[TermTask]) -> str:
         """Lead until the term ends and return the reason."""
         try:
+            self._coordination.move_jobs(term)
             self._coordinator.lead(term)
             for duty in duties:
                 duty.start()

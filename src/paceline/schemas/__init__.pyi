@@ -212,6 +212,7 @@ from .jobs import (
     KEPT_CHANGES as KEPT_CHANGES,
     KEPT_USAGES as KEPT_USAGES,
     QUEUED_JOB_ID as QUEUED_JOB_ID,
+    TRAINING_JOBS as TRAINING_JOBS,
     AdoptJob as AdoptJob,
     Budget as Budget,
     JobAllocation as JobAllocation,

@@ -30,6 +30,7 @@ from paceline.schemas.base import (
 from paceline.schemas.cost import CostEstimate
 from paceline.schemas.plan import NodeLabels
 
+TRAINING_JOBS = "training-job"  # the ledger's stage in which the release before kept jobs
 QUEUED_JOB_ID = r"^tj-[0-9a-f]{12}$"
 MOST_PARAMETER_BYTES = 16 * 1024
 KEPT_CHANGES = 100  # of a job's states; the oldest one has the number of those before it

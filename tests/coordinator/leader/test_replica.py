@@ -9,12 +9,10 @@ from paceline.coordinator import STEP_DOWN_DELAY_S
 from paceline.coordinator.state import FetchLanes, HeartbeatReceived, Register
 from paceline.coordinator.stores import MemoryProgress
 from paceline.errors import NotFound, NotLeading, ServiceUnavailable
-from paceline.schemas import (
-    Heartbeat,
-    WorkerStatus,
-)
+from paceline.schemas import Heartbeat, StageRecord, TrainingJob, WorkerStatus
 from tests.coordinator.conftest import creation, registration
 from tests.coordinator.leader.fakes import Cluster, Node, until
+from tests.coordinator.stores.effects import EARLIER_JOB
 
 CALL = creation("node-0")
 
@@ -67,6 +65,17 @@ def test_next_leader_has_everything_that_was_acknowledged(three):
     assert new.coordinator.create(CALL, "key-1").deployment_id == made.deployment_id
     assert new.coordinator.handle(beat()).go_on, "the worker need not register again"
     assert deployments(new) == [made.deployment_id]
+
+
+def test_next_leader_has_the_jobs_of_a_leader_of_the_release_before(three):
+    old = three.leader
+    job = TrainingJob.model_validate_json(EARLIER_JOB)
+    fields = job.model_dump(mode="json")
+    old.coordinator.save_stage(StageRecord.of("training-job", "a" * 64, fields, job.run_id))
+    old.link.lapsed = True
+    three.cluster.expire()
+    until(lambda: any(n.leads and n is not old for n in three.nodes), "another leader")
+    assert three.leader.coordinator.jobs() == [job]
 
 
 def test_frozen_leader_answers_no_write_or_beat_and_becomes_a_standby(three):

@@ -151,6 +151,25 @@ def job(name: str, ranks: int) -> TrainingJob:
     )
 
 
+# the record of a job in the ledger of the release before (140152f5)
+EARLIER_JOB = """{"job_id": "tj-000000000000", "submission_id":
+"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "spec": {"model_id": "m",
+"version": "1", "data_snapshot": "s3://b/data/snapshots/0", "code_ref": "", "resources": {
+"ranks": 0, "ranks_per_node": 0, "accelerator": "", "memory_bytes": 0, "capacity": "",
+"within": "fleet"},
+"checkpoint_policy": null, "parameters": {"training.steps": 50}, "seed": null, "labels": "true",
+"continue_from": "", "name": "", "team": "", "project": "", "priority": 0},
+"run_id": "run-20261125-000000-000000", "state": "paused", "reason": "", "wanted": "run",
+"created_at": 1.0, "updated_at": 2.0, "started_at": 1.5, "ended_at": null, "submitted_by": "ann",
+"attempt": 1, "losses": 0, "preemptions": 0, "adopted": false, "flow_run_id": "f",
+"placement": {"hosts": {"w0": 2}, "level": "host", "score": 0.0}, "report": {"flow_run_id": "f",
+"at": 2.0, "training_id": "job-000000000000", "attempt": 1, "step": 10, "steps": 50, "metrics": {},
+"checkpoints": [{"step": 10, "object_ref": "s3://b/c", "metrics": {}, "created_at": 2.0}],
+"workers": [], "notes": [], "outcome": null, "error": "", "review": ""},
+"history": [{"state": "queued", "at": 1.0, "reason": "", "by": "ann"},
+{"state": "paused", "at": 2.0, "reason": "", "by": ""}]}"""
+
+
 def token(name: str, at: float = 1.0) -> Save:
     record = TokenRecord(
         token_id=name,

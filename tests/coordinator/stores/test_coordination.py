@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -20,10 +21,20 @@ from paceline.coordinator.state import (
 )
 from paceline.coordinator.stores import RECENT_EVENTS
 from paceline.errors import ServiceUnavailable, StaleEpoch
-from paceline.schemas import EventName, JobState, Success, TokenRecord, TrainingJob, Worker
+from paceline.schemas import (
+    EventName,
+    JobState,
+    StageRecord,
+    Success,
+    TokenRecord,
+    TrainingJob,
+    Worker,
+    digest_of,
+)
 from tests.coordinator.stores.conftest import REAL, until
 from tests.coordinator.stores.effects import (
     DIGEST,
+    EARLIER_JOB,
     deployment,
     expected,
     job,
@@ -231,6 +242,24 @@ def test_jobs_of_any_size_are_kept_until_they_are_dropped(coordination):
     assert again.load(0.0) == expected([]), "the state machine does not read them"
     store.commit(term, [Drop(TrainingJob, (large.job_id,))])
     assert list(coordination.open().jobs()) == [moved]
+
+
+def test_jobs_of_the_release_before_leave_the_ledger(coordination, caplog):
+    store, term = coordination.led()
+    kept = [json.loads(EARLIER_JOB) | {"job_id": f"tj-{number:012x}"} for number in range(150)]
+    for each in [*kept, {"job_id": "tj-of-another-kind"}]:
+        key, run_id = digest_of({"training_job": each["job_id"]}), "run-20261125-000000-000000"
+        store.commit(term, [Save(StageRecord.of("training-job", key, each, run_id))])
+    newer = job("tj-" + "0" * 12, ranks=1)  # that a newer leader has saved since
+    store.commit(term, [Save(newer), Save(stage("fetch"))])
+    store.move_jobs(term)
+    again = coordination.open()
+    assert list(again.jobs()) == [newer, *map(TrainingJob.model_validate, kept[1:])]
+    assert [each.output["job_id"] for each in again.stages("training-job")] == [
+        "tj-of-another-kind"
+    ]
+    assert "left out" in caplog.text
+    assert again.stage("fetch", DIGEST) == stage("fetch")
 
 
 def test_the_outbox_holds_what_waits_and_what_is_recent(coordination):

@@ -7,6 +7,7 @@ leads, and elects leaders; see the methods at the end.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from paceline.coordinator.ledger import LedgerEntry
-from paceline.coordinator.state import Answer, Effect, EmitEvent, LoadedState
+from paceline.coordinator.state import Answer, Drop, Effect, EmitEvent, LoadedState, Save
 from paceline.coordinator.stores.rows import (
     Change,
     Delete,
@@ -28,11 +29,14 @@ from paceline.coordinator.stores.rows import (
     unpack,
 )
 from paceline.errors import ServiceUnavailable, StaleEpoch
-from paceline.schemas import Event, PurposeRule, StageRecord, TrainingJob
+from paceline.schemas import TRAINING_JOBS, Event, PurposeRule, StageRecord, TrainingJob
+
+log = logging.getLogger(__name__)
 
 Kind = TypeVar("Kind", bound=BaseModel)
 
 MAX_OUTBOX_EVENTS = 10_000  # unshipped; with so many, every further commit is refused
+MOVED_AT_ONCE = 100  # changes of one commit
 RECENT_EVENTS = 1_000  # shipped, and still kept for new readers of the event stream
 
 
@@ -151,6 +155,24 @@ class Coordination:
 
     def jobs(self) -> Iterator[TrainingJob]:
         return self._records(TrainingJob, "jobs")
+
+    def move_jobs(self, term: Term) -> None:
+        """Give each job that the release before kept in the ledger a row of its own.
+
+        One that this release does not read stays there, and is logged. Errors as of ``commit``.
+        """
+        moved: list[Effect] = []
+        for record in self.stages(TRAINING_JOBS):
+            try:
+                job = TrainingJob.model_validate_json(json.dumps(record.output))
+            except ValidationError as error:
+                log.warning("a job of the release before is left out: %s", error.errors()[0])
+                continue
+            if self._read(self._layout.key("jobs", job.job_id)) == [None]:
+                moved.append(Save(job))
+            moved.append(Drop(StageRecord, (record.stage, record.input_digest)))
+        for first in range(0, len(moved), MOVED_AT_ONCE):
+            self.commit(term, moved[first : first + MOVED_AT_ONCE])
 
     def purposes(self) -> Iterator[PurposeRule]:
         return self._records(PurposeRule, "purposes")
