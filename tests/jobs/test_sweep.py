@@ -340,6 +340,23 @@ def test_a_sweep_that_was_refused_does_not_keep_its_name(
     assert len(queue.jobs) == 2
 
 
+def test_a_sweep_of_the_release_before_goes_on(sweep: Sweep) -> None:
+    queue = Queue()
+    run(replace(sweep, trials=2, resources=Resources(ranks=2)), queue)
+    kept = {
+        "model_id": "org/m", "version": "1", "snapshot": "s3://b/d", "metric": "loss",
+        "maximize": False, "resources": {"ranks": 2}, "settings": {"training.steps": STEPS},
+        "team": "", "priority": 0, "space": {k: v.model_dump() for k, v in sweep.space.items()},
+    }  # fmt: skip
+    with opened(STORAGE, "lr", None) as study:
+        study.set_user_attr("sweep", kept)
+    assert "--snapshot s3://b/d" in report_sweep("lr", STORAGE).reproduce
+    with pytest.raises(Conflict, match=r"another sweep's.*version 2"):
+        run(replace(sweep, version="2", resources=Resources(ranks=2)), queue)
+    found = run(replace(sweep, trials=4, resources=Resources(ranks=2)), queue)
+    assert len(found.trials) == len(queue.jobs) == 4
+
+
 def refused_purpose(*_: Any, **__: Any) -> None:
     raise AccessDenied("the table of purposes does not allow this use of the data")
 

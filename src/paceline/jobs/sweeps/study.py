@@ -23,6 +23,7 @@ from paceline.errors import (
     RunElsewhere,
     ServiceUnavailable,
 )
+from paceline.jobs.sweeps.search_space import Sweep
 from paceline.schemas import Resources, SweepShown, SweepTrial
 from paceline.system import ensure_private
 
@@ -115,7 +116,7 @@ def opened(storage: str, name: str, identity: dict[str, Any] | None) -> Iterator
 def _is_same(study: Study, identity: dict[str, Any]) -> bool:
     """Return whether the study is the sweep's; False for another's that has not begun. Raises
     Conflict for another's that has."""
-    before = study.user_attrs.get("sweep", identity)
+    before = _stored(study) or identity
     different = [key for key in identity | before if before.get(key) != identity.get(key)]
     if different and _has_begun(study):
         raise Conflict(
@@ -126,6 +127,15 @@ def _is_same(study: Study, identity: dict[str, Any]) -> bool:
             do="Go on with what it was begun with, or choose another name.",
         )
     return not different
+
+
+def _stored(study: Study) -> dict[str, Any]:
+    """Return the identity of the sweep that the study was begun with, {} where it is new."""
+    kept: dict[str, Any] = dict(study.user_attrs.get("sweep", {}))
+    if "snapshot" not in kept:
+        return kept
+    kept["snapshot_url"] = kept.pop("snapshot")  # the release before stored it so
+    return Sweep.of(kept | {"name": study.study_name}).identity
 
 
 def _has_begun(study: Study) -> bool:
@@ -220,7 +230,7 @@ def shown(study: Study) -> SweepShown:
     """Return the study's trials, the best, and how much each setting matters."""
     import optuna
 
-    spec, name = study.user_attrs["sweep"], study.study_name
+    spec, name = _stored(study), study.study_name
     trials = tuple(
         SweepTrial(number=each.number, state=each.state.name.lower(), value=each.value,
                    parameters=each.params, job_id=each.user_attrs.get("job_id", ""),
