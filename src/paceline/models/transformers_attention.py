@@ -152,7 +152,7 @@ def _in_blocks(
     block = band_11QK.shape[2]
     reach = band_11QK.shape[3] - block  # at most a block: the one before has all these keys
     found, before = [], list[Tensor]()
-    parts = (each.split(block, dim=2) for each in (q_BHTE, k_BKTE, v_BKTE))
+    parts = (torch.split(each, block, dim=2) for each in (q_BHTE, k_BKTE, v_BKTE))
     for q, *own in zip(*parts, strict=True):
         k, v = map(torch.cat, zip(before, own, strict=True), (2, 2)) if before else own
         size = q.shape[2]

@@ -203,8 +203,8 @@ def _config_of(place: str, generations: Generations) -> bytes:
         for each in (here, *here.parents[:3]):
             if (each / base).is_file():
                 return (each / base).read_bytes()
-    for each in generations.store.directories(generations.url):
-        if each.startswith("export"):  # of files of another size: with the same config
+    for name in generations.store.directories(generations.url):
+        if name.startswith("export"):  # of files of another size: with the same config
             with contextlib.suppress(SourceMissing):
-                return generations.store.get_bytes(join_url(generations.url, each, "config.json"))
+                return generations.store.get_bytes(join_url(generations.url, name, "config.json"))
     return b""
