@@ -59,7 +59,7 @@ def promote_model(
         snapshot = snapshot_reference(run, evaluation.snapshot_url)
         packaged = package_candidate(run, base, result, evaluation).output
         lineage = promote.lineage_of(run, base, result, snapshot, packaged["manifest_digest"])
-        decision = promote.gate(run, base, evaluation, lineage, packaged["bytes"])
+        decision = promote.gate(run, base, evaluation, lineage, packaged)
         evidence = promote.bundle(
             run, base, result, evaluation, decision, lineage, approver, report_digest=report_digest
         )

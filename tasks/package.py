@@ -51,6 +51,9 @@ def package_candidate(
             "version": manifest.version,
             "manifest_digest": manifest.digest,
             "bytes": manifest.total_size,
+            "file_bytes": max(
+                each.size for each in manifest.files if each.path.endswith(".safetensors")
+            ),
             "piece_bytes": manifest.piece_bytes,
             "piece_hash": manifest.piece_hash,
             "chunk_bytes": manifest.chunk_bytes,

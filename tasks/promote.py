@@ -82,10 +82,9 @@ def gate(
     base: Manifest,
     evaluation: Evaluation,
     lineage: dict[str, str | None],
-    packaged_bytes: int,
+    packaged: dict[str, Any],
 ) -> GateDecision:
-    """Decide from the evidence alone whether the candidate, of ``packaged_bytes`` in all its files,
-    may become champion.
+    """Decide from the evidence alone whether the candidate, as ``packaged``, may become champion.
 
     Where there is a champion, a report without its score is missing evidence; so is one with the
     score of a champion before it.
@@ -108,7 +107,8 @@ def gate(
         judged_on=evaluation.snapshot_url,
         judges={} if now is None else _judges(run, base.model_id, report.snapshot_digest),
         of_profile=_of_profile(run, evaluation) if is_first else None,
-        packaged_bytes=packaged_bytes,
+        packaged_bytes=packaged["bytes"],
+        packaged_file_bytes=packaged.get("file_bytes"),  # a run of an older version has none
     )
     text = canonical_json(policy).decode()
     run.registry.log_artifact_text(run.mlflow_run, text, f"policy/{decision.policy_digest}.json")

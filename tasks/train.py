@@ -253,7 +253,7 @@ def exporting(
 def export_changes(run: Run, asked: Profile, profile: Profile) -> dict[str, object]:
     """Return the settings that ``exporting`` changed, by their keys; a note names each."""
     changed: dict[str, object] = {}
-    for name in ("export_dtype", "export_program"):
+    for name in ("export_dtype", "export_program", "export_file_bytes"):
         if (value := getattr(profile.training, name)) != getattr(asked.training, name):
             run.warn(f"training.{name} is {str(value).lower()}, as the model's policy asks")
             changed[f"training.{name}"] = value

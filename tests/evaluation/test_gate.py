@@ -71,6 +71,18 @@ def test_each_broken_constraint_refuses_alone(changes: dict[str, Any], refused: 
     assert refusals(passing(**changes)) == [refused]
 
 
+@pytest.mark.parametrize(("size", "passes"), [(16_000, True), (16_001, False), (None, False)])
+def test_the_bound_on_files_is_of_the_largest_of_the_weights(
+    size: int | None, passes: bool
+) -> None:
+    settings = SETTINGS.model_copy(update={"max_file_bytes": 16_000})
+    decision = decide(
+        passing(), settings, champion="champion", lineage=LINEAGE, packaged_file_bytes=size
+    )
+    assert decision.passed is passes
+    assert passes or ["bytes of a weights file" in each for each in decision.reasons] == [True]
+
+
 @pytest.mark.parametrize(("packaged_bytes", "passes"), [(16, True), (17, False)])
 def test_the_bound_on_bytes_is_of_all_files(packaged_bytes: int, passes: bool) -> None:
     """model.pt2 has the weights once more, and a tokenizer may be as large as a small model."""

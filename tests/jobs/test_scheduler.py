@@ -264,6 +264,7 @@ SAME: dict[str, dict[str, Any]] = {
     "purpose": {"purpose": "language-model-training"},
     "mesh": {"parameters": {"training.mesh.shard": 2}},
     "another export": {"parameters": {"training.export_dtype": "float32"}},
+    "files of another size": {"parameters": {"training.export_file_bytes": 4096}},
     "snapshot's URL": {"data_snapshot": f"{SNAPSHOT}/"},
 }
 OTHER: dict[str, dict[str, Any]] = {

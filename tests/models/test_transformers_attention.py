@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from paceline.models import Pretrained, attention
+from paceline.models import Pretrained, attention, transformers_attention
 from tests.support.hugging_face import FAMILIES, WINDOW, write_model
 
 SIZES = [30, 3, 2, 18, WINDOW, 5]
@@ -44,6 +44,42 @@ def test_documents_one_by_one_have_the_logits_and_gradients_of_a_mask(
         torch.testing.assert_close(apart, masked, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("sizes", [[50], [WINDOW + 1, 41, 2], None], ids=str)
+def test_blocks_have_the_figures_of_a_mask_over_the_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, sizes: list[int] | None
+) -> None:
+    """None: a row that nothing cuts into documents, for which transformers makes its mask."""
+    monkeypatch.setitem(attention.CALL_PAIRS, "cpu", 1)
+    model = Pretrained.open(write_model(family, tmp_path)).load()
+    given = row_of(sizes) if sizes else row_of([50])[:1]
+    found, masks = [], []
+    for block in (WINDOW, 64):
+        monkeypatch.setattr(
+            transformers_attention, "_block_of", lambda window, _, least=block: max(window, least)
+        )
+        monkeypatch.setattr(
+            transformers_attention, "_in_blocks", seen(transformers_attention._in_blocks, masks)
+        )
+        model.zero_grad()
+        logits_BTV = model(*given)
+        logits_BTV.logsumexp(-1).mean().backward()
+        found.append([logits_BTV.detach(), *(each.grad.clone() for each in model.parameters())])
+        assert set(masks) == {(1, 1, WINDOW, 2 * WINDOW - 1)}, "no block where the mask is whole"
+    for in_blocks, masked in zip(*found, strict=True):
+        torch.testing.assert_close(in_blocks, masked, rtol=0, atol=1e-5)
+
+
+def seen(called: Any, masks: list[tuple[int, ...]]) -> Any:
+    """``called``, which adds the shapes of its masks to ``masks``."""
+
+    def calling(*given: Any) -> Any:
+        masks.append(tuple(given[3].shape))
+        return called(*given)
+
+    return calling
+
+
 class Largest(TorchDispatchMode):
     """Bytes of the largest tensor that an operation returns."""
 
@@ -61,15 +97,23 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("family", "sizes"),
-    [("llama", [1024]), ("llama", [500, 300, 200, 24]), ("mistral", [128] * 8)],
+    [
+        ("llama", [1024]),
+        ("llama", [500, 300, 200, 24]),
+        ("mistral", [128] * 8),
+        ("mistral", [1024]),
+        ("mistral", None),
+        ("gemma3_text", [1024]),
+    ],
+    ids=str,
 )
 def test_nothing_is_as_large_as_a_rows_square(
-    tmp_path: Path, family: str, sizes: list[int]
+    tmp_path: Path, family: str, sizes: list[int] | None
 ) -> None:
     model = Pretrained.open(write_model(family, tmp_path, vocab_size=32)).load()
-    tokens_BT, positions_BT, documents_BT = row_of(sizes)
+    tokens_BT, *rest = row_of(sizes or [1024])
     with Largest() as largest:
-        model(tokens_BT % 32, positions_BT, documents_BT).logsumexp(-1).mean().backward()
+        model(tokens_BT % 32, *(rest if sizes else ())).logsumexp(-1).mean().backward()
     assert largest.size < 1024**2, "not even a mask of booleans"
 
 

@@ -281,7 +281,7 @@ def test_a_score_against_a_champion_of_before_is_missing_evidence(
     base = cast(Any, SimpleNamespace(model_id="bytelm"))
 
     def decided(evaluation: Evaluation) -> GateDecision:
-        return promote.gate.fn(run, base, evaluation, dict(LINEAGE), 8_000_000)
+        return promote.gate.fn(run, base, evaluation, dict(LINEAGE), {"bytes": 8_000_000})
 
     evaluation = judged("e" * 64)
     now = evaluation.model_copy(update={"models": evaluation.models | {"champion": BASE}})

@@ -57,7 +57,7 @@ def decided(
     evaluation = judged("e" * 64)
     evaluation = evaluation.model_copy(update={"models": evaluation.models | {"champion": BASE}})
     base = cast(Any, SimpleNamespace(model_id="bytelm"))
-    return promote.gate.fn(run, base, evaluation, dict(LINEAGE), 8_000_000)
+    return promote.gate.fn(run, base, evaluation, dict(LINEAGE), {"bytes": 8_000_000})
 
 
 def test_another_snapshot_than_the_champions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

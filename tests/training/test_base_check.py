@@ -19,7 +19,8 @@ from paceline.data import Snapshot, build_snapshot
 from paceline.errors import InvalidInput, PacelineError, PermanentError
 from paceline.flows import lifecycle, train
 from paceline.manifest import build_manifest, write_manifest
-from paceline.manifest.publish import record_not_finite
+from paceline.manifest.finite import WeightsScan
+from paceline.manifest.publish import record_unsound
 from paceline.models import config_for, file_sha256, new_model, save_model
 from paceline.storage import DiskStore
 from paceline.tasks._support.run import Run
@@ -96,6 +97,9 @@ CASES: dict[str, tuple[Callable[[Path], object], dict[str, str], str]] = {
     "cut short": (lambda path: (path / WEIGHTS).write_bytes(b"\x10\0\0"), {}, WEIGHTS),
     "columns": (lambda _: None, {"training.batch_sequences": "5"} | COLUMNS, "divide"),
     "ours, no DPO": (ours, {"training.dpo.beta": "0.1"}, "got training.dpo and text"),
+    # families of experts: nothing would cut or balance them
+    "Mixtral": (lambda path: config(path, model_type="mixtral"), {}, "got model_type 'mixtral'"),
+    "Qwen3-MoE": (lambda path: config(path, model_type="qwen3_moe"), {}, "'qwen3_moe'"),
     "pickled": (lambda path: (path / "pytorch_model.bin").touch(), {}, "pytorch_model.bin"),
 }
 
@@ -210,14 +214,30 @@ def test_a_version_that_is_not_published_is_left_to_distribution(
     require_base(run_of(tmp_path), load_profile("local", {}), "base", "v1", snapshot.url)
 
 
-def test_what_its_publish_found_is_refused(snapshot: Snapshot, tmp_path: Path) -> None:
-    base = write_model("llama", tmp_path / "models" / "base" / "v1", vocab_size=257)
+HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda t: t[NORM].fill_(torch.nan), f"not finite.*{NORM} in {WEIGHTS}"),
+        (lambda t: t.update({HEAD: t[TABLE] + 1}), f"tied weights differ.*{HEAD} is not {TABLE}"),
+    ],
+    ids=["NaN", "tied"],
+)
+def test_what_its_publish_found_is_refused(
+    snapshot: Snapshot, tmp_path: Path, spoil: Callable[[Any], object], words: str
+) -> None:
+    base = write_model("qwen2", tmp_path / "models" / "base" / "v1", vocab_size=257)
+    weights(base, spoil)
     profile = load_profile("local", {"model.context": "32"})
     ways: dict[str, Any] = {"model_id": "base", "version": "v1", "link_mbit": 100.0}
     manifest = build_manifest(base, **ways)
     write_manifest(base, manifest)
-    record_not_finite(base.as_uri(), DiskStore(), manifest, [f"{NORM} in {WEIGHTS}"])
-    with pytest.raises(InvalidInput, match=f"not finite.*{NORM} in {WEIGHTS}.*{base.as_uri()}"):
+    scan = WeightsScan()
+    scan.update(memoryview((base / WEIGHTS).read_bytes()))
+    record_unsound(base.as_uri(), DiskStore(), manifest, {WEIGHTS: scan})
+    with pytest.raises(InvalidInput, match=f"{words}.*{base.as_uri()}"):
         require_base(run_of(tmp_path), profile, "base", "v1", snapshot.url)
 
 

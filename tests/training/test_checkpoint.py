@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load, load_file
 
-from paceline.config import CheckpointSettings, TrainingSettings
+from paceline.config import EXPORT_FILE_BYTES, CheckpointSettings, TrainingSettings
 from paceline.errors import (
     AccessDenied,
     CorruptData,
@@ -463,11 +463,15 @@ def test_what_the_caller_adds_comes_back(generations: Generations, tmp_path: Pat
 
 
 def test_export_is_byte_for_byte_what_the_models_package_writes(tmp_path: Path) -> None:
-    two = State(2)
-    export(two.train_state(), CONFIG, tmp_path / "ours")
-    save_model(two.model, CONFIG, tmp_path / "theirs")
-    ours = {path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir()}
-    assert ours == {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
+    two, counts = State(2), []
+    for size in (EXPORT_FILE_BYTES, 20_000):
+        ours, theirs = tmp_path / f"ours-{size}", tmp_path / f"theirs-{size}"
+        export(two.train_state(), CONFIG, ours, file_bytes=size)
+        save_model(two.model, CONFIG, theirs, file_bytes=size)
+        written = {path.name: path.read_bytes() for path in ours.iterdir()}
+        assert written == {path.name: path.read_bytes() for path in theirs.iterdir()}
+        counts.append(len(written))
+    assert counts[0] < counts[1]
 
 
 def test_an_export_may_be_in_another_dtype(tmp_path: Path) -> None:

@@ -286,6 +286,7 @@ def test_what_changes_only_how_it_is_learned_goes_on_with_the_same_job(
     output = tmp_path / "out"
     job = prepared(output, text)
     same = "training.mesh.shard=2", "training.ranks=4", "data.cache_bytes=9999999"
+    same += ("training.export_file_bytes=4096",)
     assert 0 < job.base_bytes - 4 * job.base_parameters < 20_000, "weights and a header"
     assert prepared(output, text, *same).job_id == job.job_id
     assert prepared(output, text, "training.steps=7").job_id != job.job_id

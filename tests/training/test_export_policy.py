@@ -15,8 +15,9 @@ from paceline.config import (
     Profile,
     TrainingSettings,
     with_job_settings,
+    with_overrides,
 )
-from paceline.errors import InvalidInput
+from paceline.errors import InvalidInput, InvalidProfile
 from paceline.flows import lifecycle, train
 from paceline.models import config_for, new_model, save_model
 from paceline.storage import DiskStore
@@ -26,7 +27,7 @@ from paceline.training import base_facts
 from paceline.training.export_policy import BaseFacts, settings_for
 from tests.support.hugging_face import write_model
 
-BASE = BaseFacts("float32", 1_000_000_000, 64)
+BASE = BaseFacts("float32", 1_000_000_000, 64, largest=300_000_000)
 PROGRAM = ("safetensors", "torch.export")
 
 
@@ -87,6 +88,32 @@ def test_contradictions_are_one_line(
         assert each in line
 
 
+def test_the_policy_bounds_an_exports_files() -> None:
+    def sized(policy: int, given: tuple[str, ...] = (), **training: Any) -> TrainingSettings:
+        return settings_for(
+            TrainingSettings(**training), Policy(max_file_bytes=policy), given, BASE
+        )
+
+    assert sized(2_000_000_000).export_file_bytes == 2_000_000_000
+    assert sized(2_000_000_000).export_dtype == "base"
+    assert sized(9_000_000_000) == TrainingSettings()
+    assert sized(2_000_000_000, export_file_bytes=9_999).export_file_bytes == 9_999
+    small = sized(1_000_000_000)
+    assert small.export_dtype == "bfloat16", "its largest tensor fits then"
+    with pytest.raises(InvalidInput, match=r"export_file_bytes = 5000000000.*max_file_bytes"):
+        sized(2_000_000_000, ("training.export_file_bytes",))
+    with pytest.raises(InvalidInput, match=r"a tensor of 300,000,000 .*at most 500000000 bytes"):
+        sized(500_000_000)
+
+
+@pytest.mark.parametrize("value", [1, -5, "5GB", 1.5])
+def test_a_size_that_is_none_is_refused_with_the_key(value: object) -> None:
+    with pytest.raises(InvalidProfile, match=r"training\.export_file_bytes = .*wanted"):
+        with_job_settings(Profile(), {"training.export_file_bytes": value})
+    with pytest.raises(InvalidProfile, match=r"gate\.max_file_bytes = .*wanted"):
+        with_overrides(Profile(), {"gate.max_file_bytes": value})
+
+
 def test_a_policy_may_name_the_dtypes_of_user_code() -> None:
     policy = Policy(dtypes=("bfloat16, float32",), max_model_bytes=1000)
     base = BaseFacts("float32", 10_000, 64)
@@ -112,7 +139,9 @@ def test_the_facts_are_in_the_bases_headers(tmp_path: Path) -> None:
     model = new_model(config, 1)
     save_model(model, config, tmp_path / "ours")
     count = sum(each.numel() for each in model.parameters())
-    assert base_facts((tmp_path / "ours").as_uri(), store) == BaseFacts("float32", count, 32)
+    largest = max(each.numel() for each in model.parameters())
+    found = base_facts((tmp_path / "ours").as_uri(), store)
+    assert found == BaseFacts("float32", count, 32, largest)
     save_model(model.to(torch.bfloat16), config, tmp_path / "half")
     half = base_facts((tmp_path / "half").as_uri(), store)
     assert half is not None

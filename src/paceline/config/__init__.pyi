@@ -77,6 +77,7 @@ from .settings import (
     StorageSettings as StorageSettings,
 )
 from .training import (
+    EXPORT_FILE_BYTES as EXPORT_FILE_BYTES,
     CheckpointSettings as CheckpointSettings,
     DataSettings as DataSettings,
     EarlyStoppingSettings as EarlyStoppingSettings,

@@ -350,6 +350,8 @@ class Policy(Settings):
     max_calibration_error: float | None = Field(default=None, gt=0, le=1)
     # of all files as published, with model.pt2, tokenizer and card; None: no limit
     max_model_bytes: int | None = Field(default=None, gt=0)
+    # of its largest safetensors file; None: no limit
+    max_file_bytes: int | None = Field(default=None, ge=1024, exclude_if=_is_unset)
     # Of one row of the context's length, on the node that judges: a forward pass, one more token,
     # and the whole process's peak.
     # of the forward pass; None: no limit

@@ -213,6 +213,7 @@ class GroupSettings(Settings):
     optimizer: Literal["adamw"] | None = None  # with muon: adamw for matrices that it would take
 
 
+EXPORT_FILE_BYTES = 5_000_000_000
 MOMENTS = {"adamw": 2, "muon": 1, "sgd": 0}  # that an optimiser keeps of each weight, at least
 
 
@@ -245,6 +246,12 @@ class TrainingSettings(Settings):
     precision: Literal["float64", "float32", "bfloat16", "float16"] = "float32"  # of the products
     # Of the weights that are exported; "base": the base's.
     export_dtype: Literal["base", "float32", "bfloat16", "float16"] = "base"
+    # Of each safetensors file of an export, at most; a larger tensor has its own file.
+    export_file_bytes: int = Field(
+        default=EXPORT_FILE_BYTES,
+        ge=1024,
+        exclude_if=lambda size: size == EXPORT_FILE_BYTES,  # runs of before keep their digests
+    )
     # Also a torch.export program (model.pt2), checked against the model; refused for code_ref.
     export_program: bool = False
     activation_checkpointing: bool = False  # compute activations twice instead of storing them

@@ -82,6 +82,7 @@ def decide(
     judges: Mapping[str, str] = MappingProxyType({}),
     of_profile: bool | None = None,
     packaged_bytes: int | None = None,
+    packaged_file_bytes: int | None = None,
 ) -> GateDecision:
     """Return the decision on ``report``'s "candidate" under ``policy``, with one entry for every
     check and the policy's digest.
@@ -92,12 +93,13 @@ def decide(
     where these are known; empty: any. ``of_profile``: of a team's first champion, whether its
     snapshot is of the profile's source, as it must be then. ``packaged_bytes``: of all files as
     they would be published; None: the report's figure, which is of the weights alone.
+    ``packaged_file_bytes``: of the largest safetensors file among them.
     """
     candidate = report.score(CANDIDATE)
     facts = candidate or _NOTHING
     checks = (
         *_quality(report, policy, candidate, champion),
-        *_limits(policy, candidate, lineage, packaged_bytes),
+        *_limits(policy, candidate, lineage, packaged_bytes, packaged_file_bytes),
         _check(
             "weights digest",
             bool(facts.weights_digest) and facts.weights_digest == lineage.get("weights_digest"),
@@ -146,6 +148,7 @@ def _limits(
     candidate: ModelScore | None,
     lineage: Mapping[str, str | None],
     packaged_bytes: int | None,
+    packaged_file_bytes: int | None,
 ) -> Iterator[GateCheck]:
     """Yield the checks of the candidate's own figures: those that every policy has, then those for
     which this one names a bound."""
@@ -163,6 +166,7 @@ def _limits(
     model_bytes = facts.model_bytes if packaged_bytes is None else packaged_bytes
     for check, name, value, bound in (
         (_at_most, "model bytes", model_bytes, policy.max_model_bytes),
+        (_at_most, "bytes of a weights file", packaged_file_bytes, policy.max_file_bytes),
         (_at_most, "latency in ms", facts.latency_ms, policy.max_latency_ms),
         (_at_most, "parameters", facts.parameters, policy.max_parameters),
         (_at_least, "context", facts.context, policy.min_context),

@@ -1,4 +1,5 @@
 from .build import build_manifest as build_manifest
+from .finite import EMBEDDINGS as EMBEDDINGS, ties_embeddings as ties_embeddings
 from .importing import import_model as import_model
 from .model import (
     ACTIVE as ACTIVE,
@@ -28,7 +29,7 @@ from .publish import (
     fetch_manifest as fetch_manifest,
     publish_model as publish_model,
     published_record as published_record,
-    require_finite_weights as require_finite_weights,
+    require_sound_weights as require_sound_weights,
     write_manifest as write_manifest,
 )
 from .signing import (

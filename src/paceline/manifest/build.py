@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline.errors import AccessDenied, Cancelled, InvalidManifest, SourceChanged, SourceMissing
-from paceline.manifest.finite import scan_of
+from paceline.manifest.finite import WeightsScan, scan_of
 from paceline.manifest.model import (
     ACTIVE,
     MANIFEST_FILE,
@@ -168,11 +168,10 @@ def digest(
     open_file: OpenFile | None = None,
     on_progress: ProgressCallback = ignore_progress,
     stopping: threading.Event | None = None,
-    on_not_finite: Callable[[str], None] | None = None,
+    scans: dict[str, WeightsScan] | None = None,
 ) -> Manifest:
     """Read every file once and return the manifest; raises Cancelled soon after ``stopping`` is
-    set, and the error of a file at once. ``on_not_finite`` gets the first tensor with NaN or
-    infinity of each file.
+    set, and the error of a file at once. ``scans`` gets what was found in each weights file.
     """
     chunk_sizes = chunk_layout([file.size for file in found], *sizes)
     reading = Digesting(
@@ -183,7 +182,7 @@ def digest(
         open_file=open_file,
         on_progress=on_progress,
         stopping=stopping,
-        on_not_finite=on_not_finite,
+        scans=scans,
     )
     files, checksums = reading.run(chunk_sizes)
     chunks: list[Chunk] = []
@@ -233,10 +232,10 @@ class Digesting:
         open_file: OpenFile | None = None,
         on_progress: ProgressCallback = ignore_progress,
         stopping: threading.Event | None = None,
-        on_not_finite: Callable[[str], None] | None = None,
+        scans: dict[str, WeightsScan] | None = None,
     ) -> None:
         self._root, self._found = root, found
-        self._on_not_finite = on_not_finite
+        self._scans = scans
         self._open = open_file or (lambda file: _Reader(root, file, piece_bytes))
         self._piece_bytes = piece_bytes
         stage = DIGEST if open_file is None else IMPORT
@@ -266,7 +265,7 @@ class Digesting:
         room, chunk_hash = 0, self._new_sha256()
         for file in self._found[strand.first_file : strand.last_file]:
             file_hash, pieces, left = self._new_sha256(), [], file.size
-            scan = None if self._on_not_finite is None else scan_of(file.path)
+            scan = None if self._scans is None else scan_of(file.path)
             with self._open(file) as reader:
                 while left:
                     if self._stopping.is_set():
@@ -283,8 +282,8 @@ class Digesting:
                     if room == 0:
                         checksums.append(chunk_hash.hexdigest())
             self._account.ended_file()
-            if scan is not None and scan.found and self._on_not_finite is not None:
-                self._on_not_finite(f"{scan.found} in {file.path}")
+            if scan is not None and self._scans is not None:
+                self._scans[file.path] = scan
             files.append(FileEntry(file.path, file.size, file_hash.hexdigest(), tuple(pieces)))
         return files, checksums
 

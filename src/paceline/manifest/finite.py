@@ -1,14 +1,19 @@
-"""Find NaN and infinity in weights while a publish reads them: no byte is read for it alone.
+"""Find NaN, infinity and tied weights that differ while a publish reads weights: no byte is read
+for it alone.
 
 A safetensors file is watched front to back. The exponent's bits say what is not finite, so that
-numpy is enough; without it nothing is looked for. Does not depend on what tensors mean.
+numpy is enough; without it nothing is looked for. Of what tensors mean only the names of the two
+that a config may tie are known.
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,11 +31,23 @@ KINDS = {
 }
 
 
-class FiniteScan:
-    """Takes a file's bytes in order; ``found`` is the first tensor with NaN or infinity, or ""."""
+EMBEDDINGS = ("model.embed_tokens.weight", "gpt_neox.embed_in.weight")
+OUTPUTS = ("lm_head.weight", "embed_out.weight")
+
+
+def ties_embeddings(config: Mapping[str, Any]) -> bool:
+    """Return whether a model of this ``config.json`` has one matrix for embedding and output."""
+    family = str(config.get("model_type"))
+    return bool(config.get("tie_word_embeddings", family.startswith("gemma")))
+
+
+class WeightsScan:
+    """Takes a file's bytes in order; ``found`` is the first tensor with NaN or infinity, or "", and
+    ``ends`` has digests of the values of embedding and output."""
 
     def __init__(self) -> None:
         self.found = ""
+        self.ends: dict[str, blake3] = {}
         self._head: bytearray | None = bytearray()  # None: the header was read
         self._tensors: deque[tuple[str, str, int]] = deque()  # name, dtype, bytes that are left
         self._rest = b""  # begin of a value that a block cuts
@@ -51,6 +68,8 @@ class FiniteScan:
             part, block = block[:left], block[left:]
             if left > len(part):
                 self._tensors.appendleft((name, dtype, left - len(part)))
+            if name in EMBEDDINGS or name in OUTPUTS:
+                self.ends.setdefault(name, blake3()).update(part)
             if dtype in KINDS and not self._are_finite(part, dtype):
                 self.found = name
             if left == len(part):
@@ -101,7 +120,18 @@ class FiniteScan:
         return True
 
 
-def scan_of(path: str) -> FiniteScan | None:
+def unequal_ends(scans: Iterable[WeightsScan]) -> str:
+    """Return the output and the embedding of a model whose values differ; "" where not both are
+    stored, or they are equal."""
+    ends = {name: each.digest() for scan in scans for name, each in scan.ends.items()}
+    for output in ends.keys() & set(OUTPUTS):
+        for embedding in ends.keys() & set(EMBEDDINGS):
+            if ends[output] != ends[embedding]:
+                return f"{output} is not {embedding}"
+    return ""
+
+
+def scan_of(path: str) -> WeightsScan | None:
     """Return a scan for the file ``path`` of a model; None where there is nothing to look for, or
     no numpy."""
     if not path.endswith(SUFFIX):
@@ -110,4 +140,4 @@ def scan_of(path: str) -> FiniteScan | None:
         import numpy as np  # noqa: F401
     except ImportError:
         return None
-    return FiniteScan()
+    return WeightsScan()

@@ -35,9 +35,10 @@ from paceline.errors import (
     SourceMissing,
 )
 from paceline.manifest.build import ScannedFile, check_name, digest, require_model
+from paceline.manifest.finite import WeightsScan
 from paceline.manifest.model import MANIFEST_FILE, Manifest
 from paceline.manifest.progress import ProgressCallback, ignore_progress
-from paceline.manifest.publish import fetch_manifest, read_record, record_not_finite
+from paceline.manifest.publish import fetch_manifest, read_record, record_unsound
 from paceline.manifest.signing import sign_manifest
 from paceline.manifest.sizes import MIB, choose_sizes
 from paceline.schemas import Count, PieceHash, Record
@@ -92,7 +93,7 @@ def import_model(
     )
     stopping = stopping or threading.Event()
     ledger = _ImportLedger(store, url, source.total_size, cap_bytes, stopping)
-    manifest, odd = ledger.acquire(), list[str]()
+    manifest, scans = ledger.acquire(), dict[str, WeightsScan]()
     if manifest is None:
         with ledger, _Importer(source, url, store, ledger, sizes.piece_bytes, stopping) as importer:
             manifest = digest(
@@ -105,7 +106,7 @@ def import_model(
                 open_file=lambda file: _ImportedFile(importer, remote[file.path]),
                 on_progress=on_progress,
                 stopping=stopping,
-                on_not_finite=odd.append,
+                scans=scans,
             )
             for entry in manifest.files:
                 wanted = remote[entry.path].sha256
@@ -114,7 +115,7 @@ def import_model(
         if key is not None:
             manifest = sign_manifest(manifest, key)
         ledger.require_ours()
-        record_not_finite(url, store, manifest, odd)
+        record_unsound(url, store, manifest, scans)
         store.put_bytes(join_url(url, MANIFEST_FILE), manifest.to_bytes())
         store.delete(join_url(url, RECORD_FILE))
         log.info("imported %s to %s digest=%s", source.url, url, manifest.digest)

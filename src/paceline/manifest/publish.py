@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,6 +30,7 @@ from paceline.errors import (
     SourceMissing,
 )
 from paceline.manifest.build import ScannedFile, check_name, content_path, digest, scan_model
+from paceline.manifest.finite import WeightsScan, ties_embeddings, unequal_ends
 from paceline.manifest.model import MANIFEST_FILE, Manifest, is_older, version_key
 from paceline.manifest.parse import MAX_MANIFEST_BYTES, parse_manifest
 from paceline.manifest.progress import (
@@ -40,7 +42,7 @@ from paceline.manifest.progress import (
 )
 from paceline.manifest.signing import TRUST_ANY, TrustPolicy, sign_manifest
 from paceline.manifest.sizes import MAX_PIECE, MIN_ALLOWED_PIECE, Sizes, choose_sizes
-from paceline.schemas import Count, PieceHash, Published, Record, Sha256
+from paceline.schemas import Count, PieceHash, Published, Record, Sha256, parse_json
 from paceline.storage import ObjectStore, join_url, parse_url
 from paceline.system import write_durably
 
@@ -49,7 +51,9 @@ if TYPE_CHECKING:
 
 FILES_AT_ONCE = 4
 CLAIM_FILE = f"{MANIFEST_FILE}.claim"
-NOT_FINITE_FILE = f"{MANIFEST_FILE}.not-finite"
+NOT_FINITE_FILE, UNTIED_FILE = f"{MANIFEST_FILE}.not-finite", f"{MANIFEST_FILE}.tied-differ"
+CONFIG_FILE = "config.json"  # says which weights are tied
+MAX_CONFIG_BYTES = 16 * 1024 * 1024
 MAX_RECORD_BYTES = 4096
 MAX_TENSOR_NAME = 500  # at most 3,000 bytes of JSON
 ATTEMPTS = 5  # claims that are released while they are read
@@ -118,7 +122,7 @@ def publish_model(
         _refuse_older(url, version, store)
     begun = published or read_record(Claim, join_url(url, CLAIM_FILE), store)
     sizes = _sizes(found, begun, link_mbit, piece_bytes, chunk_bytes)
-    odd: list[str] = []
+    scans: dict[str, WeightsScan] = {}
     manifest = digest(
         root,
         found,
@@ -128,7 +132,7 @@ def publish_model(
         piece_hash=piece_hash or (begun.piece_hash if begun else "blake3"),
         on_progress=on_progress,
         stopping=stopping,
-        on_not_finite=odd.append,
+        scans=scans,
     )
     if published and published.digest != manifest.digest:
         raise _conflict(url, published, manifest)
@@ -142,7 +146,7 @@ def publish_model(
     elif published:
         manifest = published  # its signature stays valid
     uploaded = _upload(root, found, url, store, manifest, on_progress, stopping)
-    record_not_finite(url, store, manifest, odd)
+    record_unsound(url, store, manifest, scans)
     if manifest != published:
         if stopping.is_set():
             raise Cancelled("the publish was stopped", where=url, do="Run it again.")
@@ -195,29 +199,59 @@ def fetch_manifest(
     return manifest
 
 
-class NotFinite(Record):
-    """What is stored beside a version whose weights are not finite; one without it is sound, or was
-    published without numpy, or by a release before."""
+class Unsound(Record):
+    """What is stored beside a version whose weights are not finite, or are tied and differ; one
+    without it is sound, or was published without numpy, or by a release before."""
 
     digest: Sha256  # of its manifest
-    tensor: str  # the first, and its file
+    tensor: str  # the first that is not finite, and its file; or which tied ones differ
 
 
-def record_not_finite(url: str, store: ObjectStore, manifest: Manifest, odd: list[str]) -> None:
-    """Store beside the version below ``url`` which tensor is not finite, where ``odd`` has one."""
-    if odd:
-        fact = NotFinite(digest=manifest.digest, tensor=min(odd)[:MAX_TENSOR_NAME])
-        store.put_bytes(join_url(url, NOT_FINITE_FILE), fact.model_dump_json().encode())
-        log.warning("%s/%s is not finite: %s", manifest.model_id, manifest.version, fact.tensor)
+def record_unsound(
+    url: str, store: ObjectStore, manifest: Manifest, scans: Mapping[str, WeightsScan]
+) -> None:
+    """Store beside the version below ``url``, whose config is there, what ``scans`` of its weights
+    files found: which tensor is not finite, or which tied ones differ."""
+    odd = [f"{scan.found} in {path}" for path, scan in scans.items() if scan.found]
+    unequal = "" if odd else unequal_ends(scans.values())
+    if unequal and not _ties_embeddings(url, store, manifest):
+        unequal = ""
+    for name, found in ((NOT_FINITE_FILE, min(odd, default="")), (UNTIED_FILE, unequal)):
+        if found:
+            fact = Unsound(digest=manifest.digest, tensor=found[:MAX_TENSOR_NAME])
+            store.put_bytes(join_url(url, name), fact.model_dump_json().encode())
+            what = name.removeprefix(f"{MANIFEST_FILE}.")
+            version = f"{manifest.model_id}/{manifest.version}"
+            log.warning("%s cannot be trained (%s): %s", version, what, fact.tensor)
 
 
-def require_finite_weights(url: str, store: ObjectStore) -> None:
-    """Raise InvalidInput where its publish found NaN or infinity in the version below ``url``."""
-    fact = read_record(NotFinite, join_url(url, NOT_FINITE_FILE), store)
-    if fact is None:
-        return
-    raw = store.get_bytes(join_url(url, MANIFEST_FILE), MAX_MANIFEST_BYTES)
-    if fact.digest == parse_manifest(raw).digest:
+def _ties_embeddings(url: str, store: ObjectStore, manifest: Manifest) -> bool:
+    if not any(f.path == CONFIG_FILE and f.size <= MAX_CONFIG_BYTES for f in manifest.files):
+        return False
+    try:
+        found = parse_json(store.get_bytes(join_url(url, CONFIG_FILE), MAX_CONFIG_BYTES))
+    except ValueError:  # no config: nothing trains it
+        return False
+    return isinstance(found, dict) and ties_embeddings(found)
+
+
+def require_sound_weights(url: str, store: ObjectStore) -> None:
+    """Raise InvalidInput where its publish found NaN, infinity or tied weights that differ in the
+    version below ``url``."""
+    for name in (NOT_FINITE_FILE, UNTIED_FILE):
+        fact = read_record(Unsound, join_url(url, name), store)
+        if fact is None:
+            continue
+        raw = store.get_bytes(join_url(url, MANIFEST_FILE), MAX_MANIFEST_BYTES)
+        if fact.digest != parse_manifest(raw).digest:
+            continue
+        if name == UNTIED_FILE:
+            raise InvalidInput(
+                "tied weights differ",
+                got=fact.tensor,
+                wanted="the same values, or tie_word_embeddings false",
+                where=url,
+            )
         raise InvalidInput(
             "weights are not finite",
             got=f"NaN or infinity in {fact.tensor}",

@@ -57,6 +57,7 @@ from .pretrained import (
 )
 from .program import exported as exported, write_program as write_program
 from .tensor_files import (
+    cut_groups as cut_groups,
     fill as fill,
     not_finite as not_finite,
     require_finite as require_finite,

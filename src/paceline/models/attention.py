@@ -131,17 +131,6 @@ def attend(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, seen: AttentionScope)
     return _attend_at_once(q_BHTE, k_BKTE, v_BKTE, seen)
 
 
-def attend_apart(
-    q_BHTE: Tensor,
-    k_BKTE: Tensor,
-    v_BKTE: Tensor,
-    spans: DocumentSegments,
-    attend_once: AttendOnce,
-) -> Tensor:
-    """Return each token's mix of the values in its segment."""
-    return _apart(q_BHTE, k_BKTE, v_BKTE, spans, attend_once)
-
-
 def _attend_apart(
     q_BHTE: Tensor,
     k_BKTE: Tensor,
@@ -149,6 +138,7 @@ def _attend_apart(
     spans: DocumentSegments,
     attend_once: AttendOnce,
 ) -> Tensor:
+    """Return each token's mix of the values in its segment."""
     rows = []
     whole = (each.unbind(0) for each in (q_BHTE, k_BKTE, v_BKTE))
     for q_HTE, k_KTE, v_KTE, sizes, masks in zip(*whole, spans.sizes, spans.masks, strict=True):
@@ -160,7 +150,7 @@ def _attend_apart(
     return torch.cat(rows)
 
 
-_apart = _attend_apart
+attend_apart = _attend_apart  # looked up at each call: ``exclude_from_compilation`` replaces it
 
 
 def exclude_from_compilation() -> None:
@@ -169,9 +159,9 @@ def exclude_from_compilation() -> None:
     Segments differ in each batch, and each would be compiled. Call it before compiling; it imports
     torch's compiler (2 s).
     """
-    global _apart  # noqa: PLW0603 - set once per process
+    global attend_apart  # noqa: PLW0603 - set once per process
     disable: Any = torch.compiler.disable  # untyped in torch
-    _apart = disable(_attend_apart)
+    attend_apart = disable(_attend_apart)
 
 
 def _attend_at_once(

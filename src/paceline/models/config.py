@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, Protocol
 from pydantic import Field, model_validator
 
 from paceline.errors import InvalidInput, short_repr
+from paceline.manifest import ties_embeddings
 from paceline.schemas import Record
 
 BYTES = 256  # vocabulary size with one token per byte
@@ -149,7 +150,7 @@ class ModelShape:
             feed_forward=size("intermediate_size"),
             vocabulary=size("vocab_size"),
             context=size("max_position_embeddings"),
-            tied=bool(raw.get("tie_word_embeddings", family.startswith("gemma"))),
+            tied=ties_embeddings(raw),
             gated=family != "gpt_neox",
         )
 

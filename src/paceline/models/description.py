@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline.config import LoraSettings
 from paceline.errors import CorruptData, InvalidInput
+from paceline.manifest import EMBEDDINGS, ties_embeddings
 from paceline.models.config import require_tokenizer
 from paceline.models.files import (
     CONFIG_FILE,
@@ -25,7 +26,6 @@ from paceline.models.files import (
 )
 
 TRAINED = ("F32", "BF16", "F16")
-EMBEDDINGS = ("model.embed_tokens.weight", "gpt_neox.embed_in.weight")
 LAYER = re.compile(r"\blayers\.(\d{1,6})\.")
 # buffers that older versions of transformers wrote among the weights
 is_unread = re.compile(r"(attention\.(masked_)?bias|rotary_emb\.inv_freq)$").search
@@ -109,8 +109,7 @@ def require_tensors(directory: Path, lora: LoraSettings | None) -> None:
     }
     lacking = [f"{wanted[each]}{each}" for each in wanted if each not in names]
     ends = f"{prefix}{around.split()[0]}.weight", f"{HEAD}.weight"
-    tied = raw.get("tie_word_embeddings", str(family).startswith("gemma"))
-    if tied is not False and not set(ends) <= set(lacking):
+    if ties_embeddings(raw) and not set(ends) <= set(lacking):
         lacking = [each for each in lacking if each not in ends]  # tied: either has the values
     if family in BIASED or raw.get("attention_bias") or raw.get("mlp_bias"):
         wanted |= {f"{each.removesuffix('.weight')}.bias": prefix for each in wanted}

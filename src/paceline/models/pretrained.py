@@ -42,7 +42,6 @@ CPU = torch.device("cpu")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 LEGAL = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")  # go with the weights
-FILE_BYTES = 5_000_000_000  # of a weights file, at most (a larger tensor has its own)
 OURS = "manifest.json"  # that Paceline adds beside a model
 
 
@@ -172,26 +171,14 @@ class Pretrained:
         alias = {name: self._stored_name(name) for name in parts if name not in self._tied}
         return fill({alias[name]: parts[name] for name in alias}, self.stored)
 
-    def is_written(self, name: str) -> bool:
-        """Return whether the weight ``name`` is in a file of its own: not a second, tied name."""
-        return name not in self._tied
-
     def file_name(self, name: str) -> str:
         """Return the name that a weight of the model has in files."""
         return self.stored[self._stored_name(name)].name
 
-    def file_groups(self, names: Sequence[str], dtype: torch.dtype) -> list[list[str]]:
-        """Return the names of each file to write, in the order of the model, up to 5 GB a file."""
-        sizes = {name: self._expected[name].numel() * dtype.itemsize for name in names}
-        groups: list[list[str]] = []
-        held = FILE_BYTES + 1
-        for name in [each for each in self._expected if each in sizes]:
-            if held + sizes[name] > FILE_BYTES:
-                groups.append([])
-                held = 0
-            groups[-1].append(name)
-            held += sizes[name]
-        return groups
+    @property
+    def written(self) -> list[str]:
+        """Return the weights of the files to write, in the order of the model: tied ones once."""
+        return [name for name in self._expected if name not in self._tied]
 
     def copy_others(self, into: Path, dtype: torch.dtype | None = None) -> None:
         """Copy config, tokenizer, chat template, generation config and licence, no weights.
@@ -357,8 +344,10 @@ def _with_documents(kind: type[Any]) -> type[Any]:
     ) -> Tensor:
         attention: dict[str, Any] = {"attention_mask": None}
         exchange = getattr(self, "exchange", None)  # a ``RowExchange``: tokens are parts of rows
-        if exchange is not None and documents_BT is None and needs_scopes(self.config):
-            documents_BT = tokens_BT.new_zeros(len(tokens_BT), tokens_BT.shape[1] * exchange.parts)
+        if documents_BT is None and cache is None and not torch.compiler.is_exporting():
+            size = tokens_BT.shape[1] * (1 if exchange is None else exchange.parts)
+            if needs_scopes(self.config, size, tokens_BT.device, is_part=exchange is not None):
+                documents_BT = tokens_BT.new_zeros(len(tokens_BT), size)
         if documents_BT is not None:
             # Of four dimensions: transformers takes it as it is, and makes no mask of its own.
             attention = {"attention_mask": documents_BT[:, None, None]}

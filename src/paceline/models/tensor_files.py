@@ -7,7 +7,7 @@ either one ``model.safetensors`` or several files and an index.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from paceline.errors import CorruptData, InvalidInput
 from paceline.models.files import INDEX_FILE, read_index, weight_files
 
 SINGLE_FILE = "model.safetensors"
+HEADER_BYTES = 128  # of a file's header, and of each tensor in it besides its name, at most
 SCAN_BYTES = 64 * 1024 * 1024  # of a tensor, in memory at once while values are checked
 
 
@@ -100,6 +101,24 @@ def fill(
                 read += values.numel() * values.element_size()
                 into.copy_(values)
     return read
+
+
+def cut_groups(
+    groups: Iterable[Sequence[str]], sizes: Mapping[str, int], file_bytes: int
+) -> list[list[str]]:
+    """Return ``groups`` of tensors, of these ``sizes`` in bytes, each cut so that no file is larger
+    than ``file_bytes``, with its header; a larger tensor has a file of its own."""
+    found: list[list[str]] = []
+    for names in groups:
+        held = file_bytes
+        for name in names:
+            size = sizes[name] + len(name.encode()) + HEADER_BYTES
+            if held + size > file_bytes:
+                found.append([])
+                held = HEADER_BYTES
+            found[-1].append(name)
+            held += size
+    return found
 
 
 def require_finite(stored: Mapping[str, StoredTensor]) -> None:

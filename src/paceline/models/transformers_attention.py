@@ -2,12 +2,15 @@
 
 Its models look up attention by a name. Those here run transformers' own code for the name's kind
 (``sdpa``, ``eager``) on each document, with a mask where one is needed, and exchange parts of rows
-before and after it (``RowExchange``). Shape letters: see ``transformer``.
+before and after it (``RowExchange``). A document that is longer than a sliding window is attended
+to in blocks of queries, each with the keys that its window reaches: memory grows with the tokens
+times the window. Shape letters: see ``transformer``.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,11 +19,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from paceline.models.attention import DocumentSegments, attend_apart, attention_scope
+from paceline.models import attention
+from paceline.models.attention import (
+    CALL_PAIRS,
+    CALL_PAIRS_ELSEWHERE,
+    AttendOnce,
+    DocumentSegments,
+    attention_scope,
+)
 
 if TYPE_CHECKING:
     from paceline.models.transformer import RowExchange
 
+LONG = 4  # blocks of a row: fewer are not worth calls of their own for each row
 Seen = Tensor | DocumentSegments
 
 
@@ -28,7 +39,9 @@ Seen = Tensor | DocumentSegments
 class Scopes:
     """What tokens attend to in layers with full attention, and in those with a sliding window.
 
-    Masks are added to the scores, made once: of a boolean one torch keeps a copy for each layer.
+    Masks are added to the scores, made once: of a boolean one torch keeps a copy for each layer. A
+    mask with fewer rows than its document has tokens is a band: the rows are a block of queries,
+    the columns the keys from the window's begin before the block to the block's end.
     """
 
     full: Seen
@@ -72,9 +85,18 @@ def scopes_of(config: Any, documents_BT: Tensor) -> Scopes:
     return Scopes(full, _added(seen, window, is_eager, device))
 
 
-def needs_scopes(config: Any) -> bool:
-    """Return whether rows of one document need them, too: without, tokens see all earlier ones."""
-    return getattr(config, "sliding_window", None) is not None or _kind(config) == "eager"
+def needs_scopes(config: Any, tokens: int, device: torch.device, *, is_part: bool) -> bool:
+    """Return whether a row of one document needs them, too: a part of a row has no mask without,
+    and of a whole one transformers makes one of its ``tokens`` squared."""
+    window = getattr(config, "sliding_window", None)
+    if is_part:
+        return window is not None or _kind(config) == "eager"
+    return window is not None and tokens > LONG * _block_of(window, device)
+
+
+def _block_of(window: int, device: torch.device) -> int:
+    """Return how many queries are a block: enough to be worth a call."""
+    return max(window, math.isqrt(CALL_PAIRS.get(device.type, CALL_PAIRS_ELSEWHERE)))
 
 
 def _kind(config: Any) -> str:
@@ -86,12 +108,20 @@ def _added(seen: Seen, window: int, is_eager: bool, device: torch.device) -> See
     if isinstance(seen, Tensor):
         return _bias_of(seen, window)
 
+    block = _block_of(window, device)
+    band: Tensor | None = None
+
     def mask_of(size: int, mask_11TT: Tensor | None) -> Tensor | None:
-        if mask_11TT is None and size <= window and not is_eager:
+        nonlocal band
+        if mask_11TT is not None:
+            return _bias_of(mask_11TT, window)
+        if size <= window and not is_eager:
             return None  # causal, by the kernel itself
-        if mask_11TT is None:
-            mask_11TT = torch.ones(1, 1, size, size, dtype=torch.bool, device=device).tril_()
-        return _bias_of(mask_11TT, window)
+        if size <= block:
+            return _bias_of(_causal(size, size, device), window)
+        if band is None:  # one for all documents
+            band = _bias_of(_causal(block, block + window - 1, device), window)
+        return band
 
     masks = [
         [mask_of(size, mask) for size, mask in zip(sizes, row, strict=True)]
@@ -100,12 +130,36 @@ def _added(seen: Seen, window: int, is_eager: bool, device: torch.device) -> See
     return replace(seen, masks=masks)
 
 
-def _bias_of(mask_B1TT: Tensor, window: int) -> Tensor:
-    hidden_B1TT = mask_B1TT.triu(1 - window).logical_not_()
+def _causal(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Return mask_11QK: the last query sees all keys, each one before it one key less."""
+    mask_QK = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device)
+    return mask_QK.tril_(keys - queries)
+
+
+def _bias_of(mask_B1QK: Tensor, window: int) -> Tensor:
+    before = mask_B1QK.shape[3] - mask_B1QK.shape[2]  # keys before the first query
+    hidden_B1QK = mask_B1QK.triu(before + 1 - window).logical_not_()
     lowest = torch.finfo(torch.float32).min
-    return torch.zeros(hidden_B1TT.shape, device=hidden_B1TT.device).masked_fill_(
-        hidden_B1TT, lowest
+    return torch.zeros(hidden_B1QK.shape, device=hidden_B1QK.device).masked_fill_(
+        hidden_B1QK, lowest
     )
+
+
+def _in_blocks(
+    q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, band_11QK: Tensor, attend_once: AttendOnce
+) -> Tensor:
+    """Attend block by block of queries; ``band_11QK``: see ``Scopes``."""
+    block = band_11QK.shape[2]
+    reach = band_11QK.shape[3] - block  # at most a block: the one before has all these keys
+    found, before = [], list[Tensor]()
+    parts = (torch.split(each, block, dim=2) for each in (q_BHTE, k_BKTE, v_BKTE))
+    for q, *own in zip(*parts, strict=True):
+        k, v = map(torch.cat, zip(before, own, strict=True), (2, 2)) if before else own
+        size = q.shape[2]
+        mask = band_11QK[..., :size, reach + size - k.shape[2] : reach + size]
+        found.append(attend_once(q, k, v, mask))
+        before = [each[:, :, size - reach :] for each in own]
+    return torch.cat(found, dim=2)
 
 
 def _attend(
@@ -130,6 +184,8 @@ def _attend(
         q_BHTE, k_BKTE, v_BKTE = map(exchange.to_rows, (q_BHTE, k_BKTE, v_BKTE))
 
     def attend_once(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is not None and mask.shape[2] < q.shape[2]:
+            return _in_blocks(q, k, v, mask, attend_once)
         if mask is not None and mask.is_floating_point() and kind != "eager":
             mask = mask.to(q.dtype)  # as kernels of a GPU want it
         out_BTHE: Tensor = attend(module, q, k, v, mask, **settings)[0]
@@ -139,7 +195,7 @@ def _attend(
     if scopes is not None:
         seen = scopes.full if settings.get("sliding_window") is None else scopes.near
     if isinstance(seen, DocumentSegments):
-        out_BHTE = attend_apart(q_BHTE, k_BKTE, v_BKTE, seen, attend_once)
+        out_BHTE = attention.attend_apart(q_BHTE, k_BKTE, v_BKTE, seen, attend_once)
     else:
         out_BHTE = attend_once(q_BHTE, k_BKTE, v_BKTE, seen)
     if exchange is not None:

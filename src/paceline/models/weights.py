@@ -16,12 +16,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from paceline.config import EXPORT_FILE_BYTES
 from paceline.errors import CorruptData, InvalidInput
 from paceline.models.config import ModelConfig, count_parameters
 from paceline.models.files import CONFIG_FILE, INDEX_FILE, read_config, read_index, weight_files
 from paceline.models.pretrained import CPU, DTYPES
 from paceline.models.tensor_files import (
     StoredTensor,
+    cut_groups,
     fill,
     not_finite,
     require_finite,
@@ -32,10 +34,17 @@ from paceline.models.transformer import Transformer
 MAX_BLOCK_FILES = 8
 
 
-def save_model(model: Transformer, config: ModelConfig, directory: Path) -> None:
+def save_model(
+    model: Transformer,
+    config: ModelConfig,
+    directory: Path,
+    *,
+    file_bytes: int = EXPORT_FILE_BYTES,
+) -> None:
     """Write ``config.json``, the weights and their index into ``directory`` (created if missing).
 
-    The same weights give the same bytes. Raises InvalidInput for weights that are not finite.
+    A file has at most ``file_bytes``, or one tensor. The same weights give the same bytes. Raises
+    InvalidInput for weights that are not finite.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -43,7 +52,8 @@ def save_model(model: Transformer, config: ModelConfig, directory: Path) -> None
     for name, tensor in state.items():
         if not torch.isfinite(tensor).all():
             raise InvalidInput("weights are not finite", got=name, where=directory)
-    groups = file_groups(config, list(state))
+    sizes = {name: each.numel() * each.element_size() for name, each in state.items()}
+    groups = cut_groups(file_groups(config, sorted(state)), sizes, file_bytes)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(groups, start=1):
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
@@ -52,8 +62,7 @@ def save_model(model: Transformer, config: ModelConfig, directory: Path) -> None
         )
         (directory / file).chmod(0o666 & ~_umask())  # the library writes 0600
         weight_map |= dict.fromkeys(names, file)
-    total = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     unset = None if config.tokenizer_digest else {"tokenizer_digest"}  # as other tools write
     (directory / CONFIG_FILE).write_text(config.model_dump_json(indent=2, exclude=unset) + "\n")

@@ -1,7 +1,8 @@
 """Check of a published base model before any node is busy, by its config and its headers alone.
 
 ``python -m paceline.training.base_check`` is the process that builds the model without values: it
-reads one line of JSON on standard input. Whether weights are finite its publish has found.
+reads one line of JSON on standard input. Whether weights are finite, and tied ones equal, its
+publish has found.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from paceline.config import DataSettings, TrainingSettings
 from paceline.data import Snapshot, SnapshotRecord
 from paceline.errors import PacelineError, ServiceUnavailable, from_record, to_record
 from paceline.extras import is_installed
-from paceline.manifest import require_finite_weights
+from paceline.manifest import require_sound_weights
 from paceline.models import (
     CONFIG_FILE,
     ModelConfig,
@@ -65,7 +66,7 @@ def check_base(
     found, until_s = store.list(url), time.monotonic() + DEADLINE_S
     if not any(each.url == f"{url}/{CONFIG_FILE}" for each in found):
         return
-    require_finite_weights(url, store)
+    require_sound_weights(url, store)
     with TemporaryDirectory(prefix="base-check-") as directory:
         for each in found:
             name = each.url.removeprefix(f"{url}/")

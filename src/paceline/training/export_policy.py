@@ -22,6 +22,7 @@ from paceline.training.base_check import MAX_FILE_BYTES, header_of
 FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 PROGRAM, DTYPE = "training.export_program", "training.export_dtype"
+FILE = "training.export_file_bytes"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class BaseFacts:
     dtype: str  # "" where its files do not say one
     parameters: int
     context: int | None
+    largest: int = 0  # parameters of one tensor
 
 
 def base_facts(url: str, store: ObjectStore) -> BaseFacts | None:
@@ -48,11 +50,13 @@ def base_facts(url: str, store: ObjectStore) -> BaseFacts | None:
                 tensors |= json.loads(header_of(info, store)[8:])
         tensors.pop("__metadata__", None)
         kinds = {FLOATS[each["dtype"]] for each in tensors.values() if each["dtype"] in FLOATS}
-        parameters = sum(prod(each["shape"]) for each in tensors.values())
+        sizes = [prod(each["shape"]) for each in tensors.values()]
         context = config.get("max_position_embeddings")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    return BaseFacts(kinds.pop() if len(kinds) == 1 else "", parameters, context)
+    return BaseFacts(
+        kinds.pop() if len(kinds) == 1 else "", sum(sizes), context, max(sizes, default=0)
+    )
 
 
 def settings_for(
@@ -76,22 +80,36 @@ def settings_for(
         base = None  # a module of its own
     is_base = training.export_dtype == "base"
     asked = training.export_dtype if not is_base else base.dtype if base else ""
-    parameters = base.parameters if base else 0
-    most, has_program = policy.max_model_bytes, training.export_program or bool(changes)
+    parameters, largest = (base.parameters, base.largest) if base else (0, 0)
+    has_program = training.export_program or bool(changes)
     copies, again = (2, ", and again in model.pt2") if has_program else (1, "")
+    limited = {
+        "max_model_bytes": (copies * parameters, f"{parameters:,} parameters in {asked}{again}"),
+        "max_file_bytes": (largest, f"a tensor of {largest:,} parameters in {asked}"),
+    }
 
-    def is_small(dtype: str) -> bool:
-        return most is None or copies * parameters * BYTES[dtype] <= most
+    def exceeded(dtype: str) -> str:
+        """Return the key of the first limit that weights in ``dtype`` exceed, or ""."""
+        for key, (count, _) in limited.items():
+            most = getattr(policy, key)
+            if most is not None and count * BYTES[dtype] > most:
+                return key
+        return ""
 
-    if asked and not (asked in policy.dtypes and is_small(asked)):
-        others = [each for each in policy.dtypes if each in BYTES and is_small(each)]
+    if asked and (asked not in policy.dtypes or exceeded(asked)):
+        known = [each for each in policy.dtypes if each in BYTES]
+        others = [each for each in known if not exceeded(each)]
         if not (is_base and DTYPE not in given and others):
-            known = [each for each in policy.dtypes if each in BYTES]
-            if asked in policy.dtypes or (known and not any(map(is_small, known))):
-                got = f"{parameters:,} parameters in {asked}{again}"
-                raise _refused(got, f"at most {most} bytes", "max_model_bytes")
+            if asked in policy.dtypes or (known and not others):
+                key = exceeded(asked if asked in policy.dtypes else known[0])
+                raise _refused(limited[key][1], f"at most {getattr(policy, key)} bytes", key)
             raise _refused(f"weights in {asked}", " or ".join(policy.dtypes), "dtypes")
         changes["export_dtype"] = others[0]
+    size, most_of_file = training.export_file_bytes, policy.max_file_bytes
+    if most_of_file is not None and size > most_of_file:
+        if FILE in given:
+            raise _refused(f"{FILE} = {size}", f"at most {most_of_file}", "max_file_bytes")
+        changes["export_file_bytes"] = most_of_file
     if policy.max_parameters is not None and parameters > policy.max_parameters:
         raise _refused(
             f"{parameters:,} parameters", f"at most {policy.max_parameters}", "max_parameters"

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import paceline
-from paceline.config import DataSettings, Profile, TrainingSettings
+from paceline.config import EXPORT_FILE_BYTES, DataSettings, Profile, TrainingSettings
 from paceline.schemas import SubmitJob, TaskSize, TrainJob, digest_of
 
-# Settings that change speed or placement, not the result.
+EXPORT = "export"
+# Settings that change speed, placement or how weights are cut into files, not the result.
 _RESULT_NEUTRAL_SETTINGS = {
     "ranks",
     "threads_per_rank",
@@ -30,6 +31,7 @@ _RESULT_NEUTRAL_SETTINGS = {
     "checkpoints",
     "guard",
     "ranks_per_node",
+    "export_file_bytes",
 }
 # of the settings of checkpoints, by their interval
 WHEN_SAVED = {"steps": ["every_steps"], "seconds": ["every_s"], "auto": ["failures_per_day"]}
@@ -128,6 +130,13 @@ def _without_later_defaults(settings: dict[str, Any]) -> dict[str, Any]:
         for name, value in settings.items()
         if name not in _LATER_DEFAULTS or value != _LATER_DEFAULTS[name]
     }
+
+
+def export_directory(settings: TrainingSettings) -> str:
+    """Return the name of the export's directory beside the checkpoints: a training whose weights
+    are exported again in files of another size keeps the export that others may refer to."""
+    size = settings.export_file_bytes
+    return EXPORT if size == EXPORT_FILE_BYTES else f"{EXPORT}-{size}"
 
 
 def training_inputs(job: TrainJob) -> dict[str, str | None]:

@@ -7,6 +7,7 @@ installation for its own bucket, else come from the profile ([objects]) or the e
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 from pathlib import Path
@@ -202,7 +203,8 @@ def _config_of(place: str, generations: Generations) -> bytes:
         for each in (here, *here.parents[:3]):
             if (each / base).is_file():
                 return (each / base).read_bytes()
-    try:
-        return generations.store.get_bytes(join_url(generations.url, "export", "config.json"))
-    except SourceMissing:
-        return b""
+    for name in generations.store.directories(generations.url):
+        if name.startswith("export"):  # of files of another size: with the same config
+            with contextlib.suppress(SourceMissing):
+                return generations.store.get_bytes(join_url(generations.url, name, "config.json"))
+    return b""

@@ -15,8 +15,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from paceline.config import EXPORT_FILE_BYTES
 from paceline.errors import InvalidInput, PacelineError, TrainingFailed
-from paceline.models import CONFIG_FILE, INDEX_FILE, ModelConfig, Pretrained, file_groups
+from paceline.models import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    ModelConfig,
+    Pretrained,
+    cut_groups,
+    file_groups,
+)
 from paceline.system import write_durably
 from paceline.training.checkpoint.layout import DTYPES, MODEL, TrainState, name_of
 from paceline.training.checkpoint.writer import Exchange, header_of
@@ -34,15 +42,16 @@ def export(
     *,
     pretrained: Pretrained | None = None,
     dtype: torch.dtype | None = None,
+    file_bytes: int = EXPORT_FILE_BYTES,
     deadline_s: float = DEADLINE_S,
 ) -> None:
     """Write the model into ``directory`` on rank 0; every rank calls it.
 
     Weights are written in ``dtype``, by default that of ``config`` or of the ``pretrained`` model;
     a pretrained model's in its own layout, tied ones once, with its config and tokenizer; without
-    either (a user's own model) in one file, by default in their own dtypes. Raises InvalidInput on
-    rank 0 where weights are not finite in that dtype, TrainingFailed where rank 0 cannot write;
-    TrainingFailed on the other ranks in both cases.
+    either (a user's own model) by default in their own dtypes. A file has at most ``file_bytes``,
+    or one tensor. Raises InvalidInput on rank 0 where weights are not finite in that dtype,
+    TrainingFailed where rank 0 cannot write; TrainingFailed on the other ranks in both cases.
     """
     live = {
         name.removeprefix(MODEL): tensor
@@ -57,7 +66,7 @@ def export(
             owners.setdefault(name, (rank, DTYPES[trained], tuple(shape)))
     if config is not None and dtype is not None:
         config = config.model_copy(update={"torch_dtype": str(dtype).removeprefix("torch.")})
-    written, files = _files(owners, config, pretrained, dtype)
+    written, files = _files(owners, config, pretrained, dtype, file_bytes)
     tensors = _gathered(
         [name for names in files.values() for name in names], owners, live, exchange
     )
@@ -87,6 +96,7 @@ def _files(
     config: ModelConfig | None,
     pretrained: Pretrained | None,
     dtype: torch.dtype | None,
+    file_bytes: int,
 ) -> tuple[Written, dict[str, list[str]]]:
     """Return dtype and shape of each weight to write, and the weights of each file in order."""
     if config is not None:
@@ -95,17 +105,19 @@ def _files(
         groups = file_groups(config, sorted(owners))
     elif pretrained is not None:
         written = {
-            name: (dtype or pretrained.dtype, shape)
-            for name, (_, _, shape) in owners.items()
-            if pretrained.is_written(name)
+            name: (dtype or pretrained.dtype, owners[name][2]) for name in pretrained.written
         }
-        groups = pretrained.file_groups(list(written), dtype or pretrained.dtype)
+        groups = [list(written)]
     else:
         written = {
             name: (dtype if dtype and own.is_floating_point else own, shape)
             for name, (_, own, shape) in owners.items()
         }
         groups = [sorted(owners)]
+    sizes = {
+        name: torch.Size(shape).numel() * each.itemsize for name, (each, shape) in written.items()
+    }
+    groups = cut_groups(groups, sizes, file_bytes)
     # In the order of the safetensors library: widest dtype, then name.
     return written, {
         f"model-{number:05d}-of-{len(groups):05d}.safetensors": sorted(

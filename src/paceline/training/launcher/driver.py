@@ -21,7 +21,7 @@ from paceline.models import CONFIG_FILE
 from paceline.schemas import RankEvent, TrainJob, TrainResult, canonical_json
 from paceline.storage import ObjectStore, join_url, open_store
 from paceline.training.deadlines import Deadlines
-from paceline.training.identity import config_digest, training_inputs
+from paceline.training.identity import config_digest, export_directory, training_inputs
 from paceline.training.launcher.admission import admit
 from paceline.training.launcher.gang import GangSupervisor
 from paceline.training.launcher.job_notes import HistoryWriter, JobHistory, read_history
@@ -129,9 +129,11 @@ def stored_result(job: TrainJob, store: ObjectStore) -> TrainResult | None:
             where=where,
             do="Use another job id.",
         )
-    # Older versions exported user code without a config: nothing said how it is built.
-    if not store.exists(join_url(result.export_url, CONFIG_FILE)):
-        log.warning("a finished job's model is not whole, it is exported again url=%s", where)
+    # Older versions exported user code without a config: nothing said how it is built. And the job
+    # may ask for files of another size now.
+    wanted, found = export_directory(job.settings), result.export_url.rpartition("/")[2]
+    if wanted != found or not store.exists(join_url(result.export_url, CONFIG_FILE)):
+        log.warning("a finished job's model is exported again url=%s into=%s", where, wanted)
         return None
     # Older versions did not store these fields; the job with the same configuration has them.
     return result.model_copy(update=training_inputs(job))

@@ -58,7 +58,7 @@ from paceline.training.checkpoint import (
     resume_newest_healthy,
 )
 from paceline.training.deadlines import Deadlines
-from paceline.training.identity import code_version
+from paceline.training.identity import code_version, export_directory
 from paceline.training.interval import FailureCount
 from paceline.training.loop.event_writer import EventWriter
 from paceline.training.loop.group import Group
@@ -372,7 +372,9 @@ def export_model(its: RankContext, state: TrainState, rank: int, steps: int) -> 
     named = its.job.settings.export_dtype
     dtype = None if named == "base" else getattr(torch, named)
     adapters, whole = _merged(its, state), replace(state, without_frozen=False)
-    export(whole, its.config, directory, pretrained=its.pretrained, dtype=dtype)
+    file_bytes = its.job.settings.export_file_bytes
+    ways: dict[str, Any] = {"pretrained": its.pretrained, "dtype": dtype, "file_bytes": file_bytes}
+    export(whole, its.config, directory, **ways)
     if rank != 0:
         return {}
     if its.job.settings.code_ref:
@@ -384,7 +386,7 @@ def export_model(its: RankContext, state: TrainState, rank: int, steps: int) -> 
     program = {}
     if its.job.settings.export_program:
         program = {"program": write_program(directory).model_dump()}
-    url = join_url(its.job.checkpoint_url, its.job.job_id, "export")
+    url = join_url(its.job.checkpoint_url, its.job.job_id, export_directory(its.job.settings))
     digest = weights_digest(directory)
     card = _card(its, steps, digest).encode()
     write_durably(directory / CARD_FILE, card, 0o666)
