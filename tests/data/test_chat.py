@@ -350,7 +350,7 @@ def test_a_system_message_is_removed_from_a_rendered_conversation(
     assert plain.startswith(b"what is 1 + 0?")
 
 
-@pytest.mark.parametrize("end", ["[EOS]", "<|eos|>", "<EOD>"])
+@pytest.mark.parametrize("end", ["[EOS]", "<|eos|>", "<EOD>", "<｜end▁of▁sentence｜>"])
 def test_a_token_that_ends_documents_may_have_another_name(tmp_path: Path, end: str) -> None:
     from tokenizers import AddedToken, Tokenizer, models
 
