@@ -82,8 +82,8 @@ def _draw(logits_V: Tensor, temperature: float, random: Generator) -> int:
 
     if not temperature:
         return int(logits_V.argmax())
-    # from the greatest one: of a temperature near 0 the others are infinitely far
-    p_V = torch.softmax((logits_V - logits_V.max()) / temperature, 0)
+    # From the greatest one, in float64: a temperature near 0 is 0 in float32.
+    p_V = torch.softmax((logits_V - logits_V.max()).double() / temperature, 0)
     return int(torch.multinomial(p_V, 1, generator=random))
 
 
