@@ -142,6 +142,31 @@ def test_a_template_in_a_bucket_renders_tools_as_the_one_on_disk(model: Path) ->
     assert there.digest == here.digest
 
 
+def test_of_a_prompt_and_completion_in_messages_the_completion_counts(
+    model: Path, tmp_path: Path
+) -> None:
+    """As in TRL's format: what an assistant says in the prompt does not count."""
+    whole = [conversation(number, 2)["messages"] for number in range(8)]
+    rows = [{"prompt": each[:3], "completion": each[3:]} for each in whole]
+    rows += [{"prompt": whole[0], "completion": []}, {"prompt": "a", "completion": whole[1]}]
+    found = built(rows, model, tmp_path)
+    assert (found.record.documents, found.is_paired) == (8, False)
+    assert {each.partition(": ")[2] for each in found.record.skipped_examples} == {
+        "its 'prompt' is no list of messages",
+        "its 'completion' is empty",
+    }
+    template = ChatTemplate(f"{model}/tokenizer.json")
+    last = sum(int(template.tokens(each, prompt=3)[2].sum()) for each in whole)
+    assert found.record.token_count == sum(len(template.tokens(each)[1]) for each in whole)
+    counted = 0
+    with ShardCache(found, DiskStore(), tmp_path / "cache") as cache:
+        for shard in found.shards:
+            with cache.samples(shard) as samples:
+                masks = [samples.features(i)["loss_mask"] for i in range(len(samples))]
+            counted += sum(int(each.sum()) for each in masks)
+    assert counted == last
+
+
 def test_a_template_for_tools_renders_the_rows_with_tools(model: Path, tmp_path: Path) -> None:
     """As transformers does, of a model that has two; the snapshot's own copy has both."""
     (model / "chat_template.jinja").unlink()
