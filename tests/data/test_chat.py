@@ -142,6 +142,60 @@ def test_a_template_in_a_bucket_renders_tools_as_the_one_on_disk(model: Path) ->
     assert there.digest == here.digest
 
 
+def test_of_a_prompt_and_completion_in_messages_the_completion_counts(
+    model: Path, tmp_path: Path
+) -> None:
+    """As in TRL's format: what an assistant says in the prompt does not count."""
+    whole = [conversation(number, 2)["messages"] for number in range(8)]
+    rows = [{"prompt": each[:3], "completion": each[3:]} for each in whole]
+    rows += [{"prompt": whole[0], "completion": []}, {"prompt": "a", "completion": whole[1]}]
+    found = built(rows, model, tmp_path)
+    assert (found.record.documents, found.is_paired) == (8, False)
+    assert {each.partition(": ")[2] for each in found.record.skipped_examples} == {
+        "its 'prompt' is no list of messages",
+        "its 'completion' is empty",
+    }
+    template = ChatTemplate(f"{model}/tokenizer.json")
+    last = sum(int(template.tokens(each, prompt=3)[2].sum()) for each in whole)
+    assert found.record.token_count == sum(len(template.tokens(each)[1]) for each in whole)
+    counted = 0
+    with ShardCache(found, DiskStore(), tmp_path / "cache") as cache:
+        for shard in found.shards:
+            with cache.samples(shard) as samples:
+                masks = [samples.features(i)["loss_mask"] for i in range(len(samples))]
+            counted += sum(int(each.sum()) for each in masks)
+    assert counted == last
+
+
+def test_a_template_for_tools_renders_the_rows_with_tools(model: Path, tmp_path: Path) -> None:
+    """As transformers does, of a model that has two; the snapshot's own copy has both."""
+    (model / "chat_template.jinja").unlink()
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    several = {"default": CHATML, "tool_use": "{{ tools[0].function.name }}: " + CHATML}
+    named = [{"name": name, "template": each} for name, each in several.items()]
+    config["chat_template"] = named
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    found = ChatTemplate(f"{model}/tokenizer.json")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    messages = conversation(1)["messages"]
+    (tmp_path / "own.json").write_bytes(found.config)
+    kept = ChatTemplate(f"{model}/tokenizer.json", None, [str(tmp_path / "own.json")])
+    for each in (found, kept):
+        assert each.tokens(messages, tools)[0] == "f: " + each.tokens(messages)[0]
+    assert kept.digest == found.digest
+
+
+def test_a_template_that_writes_the_day_gives_the_same_rows_each_day(
+    model: Path, tmp_path: Path
+) -> None:
+    clock = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y, %f') }} {% endif %}"
+    (model / "chat_template.jinja").write_text(clock + MARKED)
+    first, again = (built(ROWS[:6], model, tmp_path).digest for _ in range(2))
+    assert first == again
+    text = ChatTemplate(f"{model}/tokenizer.json").text_of(ROWS[0]["messages"])
+    assert text.startswith("26 Jul 2024, 000000 <|im_start|>user"), "as Llama's without a clock"
+
+
 def test_rows_of_parquet_and_of_prompts_are_the_same_samples(model: Path, tmp_path: Path) -> None:
     rows = [conversation(number) for number in range(20)]
     wanted = [each.sha256 for each in built(rows, model, tmp_path).shards]
@@ -350,7 +404,7 @@ def test_a_system_message_is_removed_from_a_rendered_conversation(
     assert plain.startswith(b"what is 1 + 0?")
 
 
-@pytest.mark.parametrize("end", ["[EOS]", "<|eos|>", "<EOD>"])
+@pytest.mark.parametrize("end", ["[EOS]", "<|eos|>", "<EOD>", "<｜end▁of▁sentence｜>"])
 def test_a_token_that_ends_documents_may_have_another_name(tmp_path: Path, end: str) -> None:
     from tokenizers import AddedToken, Tokenizer, models
 

@@ -58,6 +58,8 @@ def test_drawn_text_repeats_by_its_seed(model: Path) -> None:
         return "".join(generate(opened, PROMPT, max_tokens=12, temperature=1.0, seed=seed))
 
     assert drawn(1) == drawn(1) != drawn(2)
+    nearly = generate(opened, PROMPT, max_tokens=12, temperature=1e-300)
+    assert "".join(nearly) == "".join(generate(opened, PROMPT, max_tokens=12))
 
 
 def test_it_ends_with_the_token_that_ends_documents(tmp_path: Path) -> None:
@@ -88,6 +90,14 @@ def test_the_command_prints_it_and_names_what_is_wrong(model: Path, tmp_path: Pa
     assert wrong.returncode == 1
     assert wrong.stderr.count("\n") == 1
     assert "no model here" in wrong.stderr
+
+
+def test_a_prompt_or_seed_that_cannot_be_read_is_one_line(model: Path) -> None:
+    with pytest.raises(InvalidInput, match="not UTF-8"):
+        next(generate(TextModel.open(model), "caf\udce9", max_tokens=2))
+    wrong = paceline("generate", str(model), PROMPT, "--seed", str(2**70))
+    assert wrong.returncode == 2
+    assert "--seed" in wrong.stderr
 
 
 def test_our_own_model_answers_in_bytes(tmp_path: Path) -> None:

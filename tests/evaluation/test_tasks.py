@@ -116,12 +116,14 @@ def test_the_figures_are_those_of_the_harness_with_transformers(
 
 
 def test_every_answer_is_that_of_the_harness_with_transformers(model: Path) -> None:
-    """Row by row, also of an empty context and of one that ends with a space."""
+    """Row by row, also of an empty context, of one that ends with a space, and with a special token
+    in it, as chat templates write."""
     from lm_eval.api.instance import Instance
 
     from paceline.evaluation.harness import HarnessModel
 
     pairs = [("line 7 is", " 49"), ("line 7 is ", "49"), ("", "line 1"), ("then\n", "comes line")]
+    pairs.append(("line 6<|endoftext|>line 7", " is 49<|endoftext|>"))
     asked = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
     ours, theirs = HarnessModel(TextModel.open(model)), adapter_of_transformers(model)
     wanted = theirs.loglikelihood(asked)
@@ -130,7 +132,7 @@ def test_every_answer_is_that_of_the_harness_with_transformers(model: Path) -> N
     options = {"until": ["\n"], "max_gen_toks": 8, "do_sample": False}
     prompts = [
         Instance("generate_until", {}, (text, options), number)
-        for number, text in enumerate(("line 7", "then comes"))
+        for number, text in enumerate(("line 7", "then comes", "line 6 <|endoftext|>"))
     ]
     assert ours.generate_until(prompts) == theirs.generate_until(prompts)
 
@@ -148,8 +150,10 @@ def test_every_answer_is_that_of_the_harness_with_transformers(model: Path) -> N
         ({"dataset_kwargs": {"data_files": "rows.jsonl", "trust_remote_code": True}}, "data_files"),
         ({"metric_list": [{"metric": "bleu"}]}, "bleu"),
         ({"metric_list": []}, "acc"),
+        ({"metric_list": 5}, "metric_list"),
         ({"output_type": "loglikelihood_rolling"}, "loglikelihood_rolling"),
         ({"generation_kwargs": {"do_sample": True}}, "do_sample"),
+        ({"generation_kwargs": ["do_sample"]}, "generation_kwargs"),
         ({"task": 7}, "task"),
     ],
 )
@@ -160,6 +164,12 @@ def test_what_is_not_data_is_refused(tmp_path: Path, change: dict[str, Any], nam
         read_tasks(directory)
     assert named in caught.value.one_line()
     assert "one.yaml" in caught.value.one_line()
+
+
+def test_a_key_without_a_value_is_as_without_the_key(tmp_path: Path) -> None:
+    directory = write_tasks(tmp_path / "tasks", COMPLETION | {"generation_kwargs": None})
+    (read,) = read_tasks(directory)
+    assert read["task"] == COMPLETION["task"]
 
 
 def test_code_in_yaml_is_refused(tmp_path: Path) -> None:

@@ -129,12 +129,19 @@ def test_without_a_policy_of_its_own_a_model_may_have_any_size() -> None:
 
 def test_the_facts_are_in_the_bases_headers(tmp_path: Path) -> None:
     import torch
+    from safetensors.torch import load_file, save_file
 
     store = DiskStore()
     theirs = write_model("llama", tmp_path / "theirs", vocab_size=257)
     facts = base_facts(theirs.as_uri(), store)
     assert facts is not None
     assert (facts.dtype, facts.context) == ("float32", 64)
+    # as hubs have it: the same weights again under other names, and a buffer of older versions
+    tensors = load_file(theirs / "model.safetensors")
+    save_file({f"its.{name}": tensors[name] for name in tensors}, theirs / "whole.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4, dtype=torch.float16)
+    save_file(tensors, theirs / "model.safetensors")
+    assert base_facts(theirs.as_uri(), store) == facts
     config = config_for(20_000, 32)
     model = new_model(config, 1)
     save_model(model, config, tmp_path / "ours")

@@ -220,13 +220,13 @@ class SnapshotBuilder:
         text = "\n".join(each for each, _, _ in sides)
         tokens, mask = (np.concatenate([side[part] for side in sides]) for part in (1, 2))
         features = {LOSS_MASK: mask}
-        if answers:
+        if is_pair := len(sides) > 1:
             features[REJECTED_AT] = np.array(len(sides[0][1]), np.int32)
             if sides[0][0] == sides[1][0]:
                 return UnusableSample(each.key, "its answers are equal")
         most = self.settings.max_tokens
         if most and len(tokens) > most:
-            both = " in both answers" * bool(answers)
+            both = " in both answers" * is_pair
             return UnusableSample(each.key, f"{len(tokens)} tokens{both}, {TOO_LONG} {most}")
         made = replace(each, text=text.encode(), tokens=tokens, features=features)
         return check_sample(made)

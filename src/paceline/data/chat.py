@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
+from datetime import date
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,6 +28,10 @@ from paceline.storage import ObjectStore
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILES = (CONFIG_FILE, "chat_template.jinja", "special_tokens_map.json")
 MAX_FILE_BYTES = 64 * 1024 * 1024
+# What a template gets that writes the day, so that the same rows are the same tokens on each day:
+# the date that Llama's own templates write where they have no clock.
+TODAY = date(2024, 7, 26)
+_CLOCK = re.compile(r"\bstrftime_now\(\s*(?P<quote>['\"])(?P<format>[^'\"\\]*)(?P=quote)\s*\)")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds it
 
 
@@ -56,12 +61,16 @@ class ChatTemplate:
 
     @cached_property
     def digest(self) -> str:
-        return hashlib.sha256(self._template.encode()).hexdigest()
+        both = dict.fromkeys((self._template, self._with_tools))  # of most models one
+        return hashlib.sha256("".join(both).encode()).hexdigest()
 
     @property
     def config(self) -> bytes:
         """Return a tokenizer_config.json with the template and the special tokens that it names."""
-        kind = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": self._template}
+        named = {"default": self._template, "tool_use": self._with_tools}
+        several = [{"name": name, "template": each} for name, each in named.items()]
+        template = several if self._with_tools != self._template else self._template
+        kind = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
         return canonical_json(self._tokenizer.special_tokens_map | kind)
 
     def without_system(self, text: bytes) -> bytes:
@@ -125,7 +134,7 @@ class ChatTemplate:
         """
         self.is_used = True
         text = self._render(messages, tools)
-        if _GENERATION.search(self._template):
+        if _GENERATION.search(self._template_for(tools)):
             found = self._apply(
                 messages,
                 tools,
@@ -179,7 +188,7 @@ class ChatTemplate:
     def _apply(self, messages: list[Any], tools: list[Any] | None, **more: Any) -> Any:
         from jinja2 import TemplateSyntaxError
 
-        tokenizer, template = self._tokenizer, self._template
+        tokenizer, template = self._tokenizer, self._template_for(tools)
         try:
             return tokenizer.apply_chat_template(
                 messages, tools=tools, chat_template=template, **more
@@ -195,6 +204,16 @@ class ChatTemplate:
             raise ValueError(
                 f"the chat template raises {type(error).__name__}: {error}"[:300]
             ) from error
+
+    def _template_for(self, tools: list[Any] | None) -> str:
+        """Return the template to render with, which writes the same day on each day."""
+        template = self._template if tools is None else self._with_tools
+        return _CLOCK.sub(lambda found: repr(TODAY.strftime(found["format"])), template)
+
+    @cached_property
+    def _with_tools(self) -> str:
+        """Return the template of conversations with tools: some models have one of their own."""
+        return str(self._tokenizer.get_chat_template(tools=[])) if self._template else ""
 
     @cached_property
     def _template(self) -> str:

@@ -23,7 +23,8 @@ MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 MAX_VOCABULARY = 2**31 - 1  # the limit of a snapshot's record
 # Names of the end-of-document token; the first one in the vocabulary is the separator.
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|im_end|>")
-ENDS = {"eos", "endoftext", "endofdocument", "eod"}  # letters of other names: [EOS], <|eos|>
+# letters of other names: [EOS], <|eos|>, <｜end▁of▁sentence｜>
+ENDS = {"eos", "endoftext", "endofdocument", "eod", "endofsentence"}
 
 
 class Tokenizer:
@@ -46,6 +47,14 @@ class Tokenizer:
         return "uint8" if size <= 2**8 else "uint16" if size <= 2**16 else "uint32"
 
     @cached_property
+    def _marking(self) -> Any:
+        """Return the tokenizer with which special tokens in a text are tokens; a copy, because
+        threads use both."""
+        made = type(self._made).from_str(self._made.to_str())
+        made.encode_special_tokens = False
+        return made
+
+    @cached_property
     def first(self) -> int | None:
         """Return the token that the post-processor puts before a text (BOS), None where it puts
         none."""
@@ -54,21 +63,23 @@ class Tokenizer:
         found = self._made.encode("a")
         return found.ids[0] if found.special_tokens_mask[:2] == [1, 0] else None
 
-    def encode(self, texts: Sequence[bytes]) -> list[Array | str]:
+    def encode(self, texts: Sequence[bytes], *, marked: bool = False) -> list[Array | str]:
         """Return the tokens of each text (UTF-8), without separators.
 
-        Where the tokenizer fails on a text (a word that its vocabulary lacks), returns the reason
-        as a string instead.
+        ``marked``: a special token's name in a text is that token, as in what a chat template
+        writes; else it is text. Where the tokenizer fails on a text (a word that its vocabulary
+        lacks), returns the reason as a string instead.
         """
         if self._made is None:
             return [np.frombuffer(each, dtype=np.uint8) for each in texts]
         said = [each.decode("utf-8") for each in texts]
         try:
-            encoded = self._made.encode_batch(said, add_special_tokens=False)
+            made = self._marking if marked else self._made
+            encoded = made.encode_batch(said, add_special_tokens=False)
         except BaseException as error:  # noqa: BLE001 - reraised unless the text causes it
             _require_fault(error)
             if len(texts) > 1:
-                return [tokens for each in texts for tokens in self.encode([each])]
+                return [tokens for each in texts for tokens in self.encode([each], marked=marked)]
             return [f"its tokenizer fails: {str(error)[:100]}"]
         return [np.array(each.ids, dtype=self.dtype) for each in encoded]
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.data import ChatTemplate
+from paceline.errors import InvalidInput
 from paceline.evaluation.text_model import TextModel
 from paceline.models import TOKENIZER_FILE, read_json
 
@@ -46,11 +47,16 @@ def generate(
     ends = _stops(model) | set(stops)
     if not isinstance(prompt, str):
         row = list(prompt)
-    elif chat:
-        row, end = ChatTemplate(str(model.directory / TOKENIZER_FILE)).prompt(prompt)
-        ends |= set() if end is None else {end}
     else:
-        row = [model.first, *model.encode(prompt.encode()).tolist()]
+        try:
+            text = prompt.encode()
+        except UnicodeEncodeError as error:  # of a command line in another encoding, say
+            raise InvalidInput("the prompt is not UTF-8", got=ascii(prompt)[:200]) from error
+        if chat:
+            row, end = ChatTemplate(str(model.directory / TOKENIZER_FILE)).prompt(prompt)
+            ends |= set() if end is None else {end}
+        else:
+            row = [model.first, *model.encode(text).tolist()]
     made: list[int] = []
     shown = ""
     next_logits = model.decoder()
@@ -63,12 +69,12 @@ def generate(
             break
         row.append(token)
         made.append(token)
-        text = model.tokenizer.decode(np.array(made))
-        if not text.endswith(UNFINISHED):
-            yield text[len(shown) :]
-            shown = text
-    if made and (text := model.tokenizer.decode(np.array(made))) != shown:
-        yield text[len(shown) :]
+        found = model.tokenizer.decode(np.array(made))
+        if not found.endswith(UNFINISHED):
+            yield found[len(shown) :]
+            shown = found
+    if made and (found := model.tokenizer.decode(np.array(made))) != shown:
+        yield found[len(shown) :]
 
 
 def _draw(logits_V: Tensor, temperature: float, random: Generator) -> int:
@@ -76,7 +82,8 @@ def _draw(logits_V: Tensor, temperature: float, random: Generator) -> int:
 
     if not temperature:
         return int(logits_V.argmax())
-    p_V = torch.softmax(logits_V / temperature, 0)
+    # From the greatest one, in float64: a temperature near 0 is 0 in float32.
+    p_V = torch.softmax((logits_V - logits_V.max()).double() / temperature, 0)
     return int(torch.multinomial(p_V, 1, generator=random))
 
 

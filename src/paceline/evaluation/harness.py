@@ -66,8 +66,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc] # the harness is not typed
         return self._template.text_of(chat_history, **more)
 
     def tok_encode(self, string: str, **_: Any) -> list[int]:
-        """Return the tokens of ``string``; the harness's options for special tokens are ignored."""
-        return [int(each) for each in self._model.encode(string.encode())]
+        """Return the tokens of ``string``, special tokens among them by their names, as the harness
+        has them of transformers; its options for special tokens around it are ignored."""
+        return [int(each) for each in self._model.encode(string.encode(), marked=True)]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], **_: Any) -> list[float]:
         """Refused by ``read_tasks``: bits per byte are in every report."""

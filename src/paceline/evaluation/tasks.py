@@ -78,6 +78,9 @@ def _read(path: Path) -> dict[str, Any]:
         raise wrong(f"the key {unknown[0]!r}", unknown[0], ", ".join(sorted(PLAIN | CHECKED)))
     if config.get("output_type") not in KINDS:
         raise wrong("this output_type", config.get("output_type"), f"one of {', '.join(KINDS)}")
+    for key, kind in {"metric_list": list, "generation_kwargs": dict}.items():
+        if not isinstance(config.get(key) or kind(), kind):
+            raise wrong(f"this {key}", config[key], f"a {kind.__name__}")
     named = [
         each if isinstance(each, dict) else {"metric": each}
         for each in config.get("metric_list") or []
@@ -87,7 +90,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise wrong("this metric_list", metrics, f"some of {', '.join(METRICS)}")
     if odd := [each for each in named if each.get("aggregation", "mean") != "mean"]:
         raise wrong("this aggregation", odd[0]["aggregation"], "mean")
-    if config.get("generation_kwargs", {}).get("do_sample"):
+    if (config.get("generation_kwargs") or {}).get("do_sample"):
         raise wrong("sampling", "do_sample", "the most likely token each time")
     return config | {
         "dataset_kwargs": _files(config, path, wrong),

@@ -296,14 +296,15 @@ class TextModel:
 
         return next_logits
 
-    def encode(self, text: bytes, *, whole: bool = False) -> Tokens:
-        """Return the tokens of ``text``; raises InvalidInput for text that has none, and for
-        ``whole`` where they do not say all of it.
+    def encode(self, text: bytes, *, whole: bool = False, marked: bool = False) -> Tokens:
+        """Return the tokens of ``text``, in which special tokens may be ``marked`` by their names;
+        raises InvalidInput for text that has none, and for ``whole`` where they do not say all of
+        it.
 
         A first space may be lost: a tokenizer of SentencePiece's layout puts one there itself.
         """
         try:
-            (tokens,) = self.tokenizer.encode([text])
+            (tokens,) = self.tokenizer.encode([text], marked=marked)
             problem = tokens if isinstance(tokens, str) else ""
         except UnicodeDecodeError as error:
             tokens, problem = "", f"the text is not UTF-8: {error.reason} at byte {error.start}"

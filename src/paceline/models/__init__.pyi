@@ -24,6 +24,8 @@ from .config import (
     require_tokenizer as require_tokenizer,
 )
 from .description import (
+    SINGLE as SINGLE,
+    is_unread as is_unread,
     require_described as require_described,
     require_tensors as require_tensors,
 )

@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.config import Policy, TrainingSettings
 from paceline.errors import InvalidInput, SourceMissing
-from paceline.models import CONFIG_FILE
+from paceline.models import CONFIG_FILE, INDEX_FILE, SINGLE, is_unread
 from paceline.storage import ObjectStore
 from paceline.training.base_check import MAX_FILE_BYTES, header_of
 
@@ -45,10 +45,16 @@ def base_facts(url: str, store: ObjectStore) -> BaseFacts | None:
     tensors: dict[str, Any] = {}
     try:
         config = json.loads(store.get_bytes(found[CONFIG_FILE].url, MAX_FILE_BYTES))
-        for name, info in found.items():
-            if name.endswith(".safetensors") and "/" not in name:
-                tensors |= json.loads(header_of(info, store)[8:])
+        files = [each for each in found if each.endswith(".safetensors") and "/" not in each]
+        if INDEX_FILE in found:  # others lie there too: the same weights under other names, say
+            index = json.loads(store.get_bytes(found[INDEX_FILE].url, MAX_FILE_BYTES))
+            files = sorted(set(index["weight_map"].values()))
+        elif SINGLE in found:
+            files = [SINGLE]
+        for name in files:
+            tensors |= json.loads(header_of(found[name], store)[8:])
         tensors.pop("__metadata__", None)
+        tensors = {name: each for name, each in tensors.items() if not is_unread(name)}
         kinds = {FLOATS[each["dtype"]] for each in tensors.values() if each["dtype"] in FLOATS}
         sizes = [prod(each["shape"]) for each in tensors.values()]
         context = config.get("max_position_embeddings")

@@ -26,7 +26,13 @@ from paceline.schemas import Generated
     show_default=True,
     help="0: the most likely token each time; above, tokens are drawn.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the drawn tokens.")
+@click.option(
+    "--seed",
+    type=click.IntRange(-(2**63), 2**64 - 1),
+    default=0,
+    show_default=True,
+    help="Of the drawn tokens.",
+)
 @click.option("--chat", is_flag=True, help="PROMPT is a user's message, by the chat template.")
 @state_option
 @json_option

@@ -163,12 +163,16 @@ def is_pair(row: Mapping[str, object]) -> bool:
 
 
 def conversation_of(key: str, row: Mapping[str, object]) -> Sample | UnusableSample:
-    """Return the conversation in ``row``, its messages and tools as JSON (then of a pair what each
-    answer adds), or why it is none."""
+    """Return the conversation in ``row``, its messages and tools as JSON (then what a completion in
+    messages adds, or each answer of a pair), or why it is none."""
     messages, tools = row.get("messages"), row.get("tools")
     answers: list[Any] = []
     if is_pair(row):
         reason, messages, answers = _pair(row)
+    elif "messages" not in row and isinstance(row["completion"], list):
+        messages, answers = row["prompt"], [row["completion"]]
+        reason = _messages_fault(messages, "prompt") or _messages_fault(answers[0], "completion")
+        reason = reason or _answer_fault(answers[0], "completion")
     else:
         if "messages" not in row:
             messages = [*_said("user", row["prompt"]), *_said("assistant", row["completion"])]
