@@ -192,10 +192,10 @@ def test_what_was_scored_before_is_not_scored_again(spec: EvaluationSpec, tmp_pa
     scores = [RecordedScore.model_validate(x["data"]) for x in lines if x["event"] == "score"]
     first = EvaluationReport.model_validate(lines[-1]["data"])
     assert [each.subject for each in scores] == [
-        "ngram of order 3", "gzip", "xz",
         local_model_digest(tmp_path / "candidate"), local_model_digest(tmp_path / "base"),
+        "ngram of order 3", "gzip", "xz",
     ]  # fmt: skip
-    *baselines, candidate, base = scores
+    candidate, base, *baselines = scores
     other = base.model_copy(update={"subject": "0" * 64, "bits": (0.0,) * first.documents})
     short = base.model_copy(update={"bits": base.bits[:-1]})
     for known, again in (((candidate, other, *baselines), 1), ((candidate, short), 4)):
@@ -204,7 +204,7 @@ def test_what_was_scored_before_is_not_scored_again(spec: EvaluationSpec, tmp_pa
         assert code == 0, stderr
         fresh = [each["data"] for each in lines if each["event"] == "score"]
         assert len(fresh) == again
-        assert fresh[-1]["subject"] == base.subject  # type: ignore[index]
+        assert fresh[0]["subject"] == base.subject  # type: ignore[index]
         second = EvaluationReport.model_validate(lines[-1]["data"])
         for before, after in zip(first.scores, second.scores, strict=True):
             assert after.bits_per_byte == before.bits_per_byte
@@ -212,7 +212,7 @@ def test_what_was_scored_before_is_not_scored_again(spec: EvaluationSpec, tmp_pa
         assert second.score("candidate") == first.score("candidate"), "latency too"
 
 
-def test_training_data_are_compared_once_and_before_models_are_measured(
+def test_training_data_are_compared_once_and_after_models_are_measured(
     spec: EvaluationSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learned = TrainingData(snapshot_url=spec.snapshot_url, snapshot_digest=spec.snapshot_digest)
@@ -221,9 +221,9 @@ def test_training_data_are_compared_once_and_before_models_are_measured(
     assert code == 0, stderr
     scores = [RecordedScore.model_validate(x["data"]) for x in lines if x["event"] == "score"]
     subjects = [each.subject for each in scores]
-    assert set(subjects[:4]) == {"training data", "ngram of order 3", "gzip", "xz"}
     models = [local_model_digest(tmp_path / name) for name in ("candidate", "base")]
-    assert subjects[4:] == models, "nothing else ran while they were measured"
+    assert subjects[:2] == models, "nothing else ran while they were measured"
+    assert set(subjects[2:]) == {"training data", "ngram of order 3", "gzip", "xz"}
     first = EvaluationReport.model_validate(lines[-1]["data"])
     assert first.overlaps
 

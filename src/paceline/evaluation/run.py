@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -110,7 +110,8 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
             return None
         tasks = _tasks_directory(spec, store, scratch) if spec.tasks_url else None
         rows = task_rows(tasks, scratch) if tasks and spec.trained_on else {}
-        overlaps = beside.submit(_overlaps, spec, snapshot, read, answers, rows, store, cache_dir)
+        compared: list[Future[tuple[Overlap, ...]]] = []
+        compare_with = (spec, snapshot, read, answers, rows, store, cache_dir)
         report = score_models(
             models,
             held_out,
@@ -128,7 +129,7 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
             ],
             on_scored=on_scored,
             on_rows=on_rows,
-            before_measuring=lambda: wait([overlaps]),
+            on_models_scored=lambda: compared.append(beside.submit(_overlaps, *compare_with)),
             failed=spec.failures,
         )
         if tasks:
@@ -151,12 +152,12 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
             )
         began = time.monotonic()
         try:
-            compared = overlaps.result()
+            overlaps = compared[0].result()
         except PermanentError as error:  # without a comparison the gate fails, with this reason
             failures = report.failures | {TRAINING_DATA: error.one_line()}
             return report.model_copy(update={"failures": failures})
     seconds = report.seconds + time.monotonic() - began
-    return report.model_copy(update={"overlaps": compared, "seconds": seconds})
+    return report.model_copy(update={"overlaps": overlaps, "seconds": seconds})
 
 
 @contextlib.contextmanager
@@ -419,7 +420,7 @@ def _overlaps(
             answers=answers,
             without_system=bytes if template is None else template.without_system,
             tasks=tasks,
-            on_progress=lambda part: _progress(0.001, f"training data compared: {part:.0%}"),
+            on_progress=lambda part: _progress(0.98, f"training data compared: {part:.0%}"),
         )
         for each in spec.trained_on
     )

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from paceline.errors import CorruptData, PermanentError
 from paceline.evaluation import baselines as ngram
 from paceline.evaluation.baselines import COMPRESSORS, compressed_bits
 from paceline.evaluation.held_out import HeldOutDocument, slice_rows
-from paceline.evaluation.text_model import AllowedCode, Ranks, import_libraries
+from paceline.evaluation.text_model import AllowedCode, Ranks
 from paceline.evaluation.transformer import MILLION, score_transformer
 from paceline.models import local_model_digest
 from paceline.schemas import EvaluationReport, Interval, ModelScore, RecordedScore
@@ -135,7 +134,7 @@ def score_models(
     known: Sequence[RecordedScore] = (),
     on_scored: OnScored = lambda _subject, _bits, _facts: None,
     on_rows: OnScored | None = None,
-    before_measuring: Callable[[], object] = lambda: None,
+    on_models_scored: Callable[[], None] = lambda: None,
     failed: Mapping[str, str] = MappingProxyType({}),
 ) -> EvaluationReport:
     """Return every model's score on ``held_out``, with paired gains over all the others.
@@ -148,40 +147,36 @@ def score_models(
     ``failures``. ``known`` scores on the same documents, found by the digest of the model's files,
     are not computed again; each new one is passed to ``on_scored`` (subject, bits by document,
     facts), and while a model is scored what it has so far to ``on_rows``: an unfinished one among
-    ``known`` goes on from there. A model in ``failed`` (name → reason) is not tried. The baselines
-    are scored beside what is imported and read; models are measured once these are done and
-    ``before_measuring`` has returned, so that nothing else disturbs latency and memory.
+    ``known`` goes on from there. A model in ``failed`` (name → reason) is not tried.
+    ``on_models_scored`` may start what would disturb the measurement of latency.
     """
     began = time.monotonic()
     scored: dict[str, _Scored] = {}
     failures = dict(failed)
     texts = [each.text for each in held_out]
     once = _Once(known, on_scored)
-    with ThreadPoolExecutor(1) as beside:
-        baselines = beside.submit(_baselines, once, train, texts, settings, on_progress)
-        for number, (name, directory) in enumerate(models.items()):
-            if name in failures:
-                continue
+    for number, (name, directory) in enumerate(models.items()):
+        if name in failures:
+            continue
 
-            def show(fraction: float, number: int = number, name: str = name) -> None:
-                on_progress(0.9 * (number + fraction) / len(models), f"{name}: {fraction:.0%}")
+        def show(fraction: float, number: int = number, name: str = name) -> None:
+            on_progress(0.9 * (number + fraction) / len(models), f"{name}: {fraction:.0%}")
 
-            def score(subject: str, directory: Path = directory) -> _Found:
-                import_libraries(directory)
-                wait([baselines])
-                before_measuring()
-                scored = score_transformer(
-                    directory, held_out, show, tokenizer, allowed, None, settings,
-                    _begun(known, subject), on_rows and partial(on_rows, subject),
-                )  # fmt: skip
-                return scored.split()
+        def score(subject: str, directory: Path = directory, show: Any = show) -> _Found:
+            scored = score_transformer(
+                directory, held_out, show, tokenizer, allowed, None, settings,
+                _begun(known, subject), on_rows and partial(on_rows, subject),
+            )  # fmt: skip
+            return scored.split()
 
-            try:
-                subject = local_model_digest(directory)
-                scored[name] = once("transformer", subject, partial(score, subject))
-            except PermanentError as error:
-                failures[name] = error.one_line()
-        scored |= baselines.result()
+        try:
+            subject = local_model_digest(directory)
+            scored[name] = once("transformer", subject, partial(score, subject))
+        except PermanentError as error:
+            failures[name] = error.one_line()
+
+    on_models_scored()
+    scored |= _baselines(once, train, texts, settings, on_progress)
     sizes_D = np.array([len(text) for text in texts], dtype=np.float64)
     return EvaluationReport(
         snapshot_digest=snapshot_digest,
@@ -235,14 +230,14 @@ def _baselines(
 
     def count_grams() -> _Found:
         training_texts = train()
-        on_progress(0.0, f"{NGRAM}: counting {sum(map(len, training_texts))} bytes")
+        on_progress(0.92, f"{NGRAM}: counting {sum(map(len, training_texts))} bytes")
         return _ngram_bits(training_texts, texts, settings.ngram_order), {}
 
     scored = {NGRAM: once("ngram", ngram_subject(settings), count_grams)}
     for name in COMPRESSORS:
 
         def compress(name: str = name) -> _Found:
-            on_progress(0.0, name)
+            on_progress(0.97, name)
             return np.array([compressed_bits(name, text) for text in texts]), {}
 
         scored[name] = once("compressor", name, compress)

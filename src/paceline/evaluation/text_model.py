@@ -335,15 +335,6 @@ class TextModel:
         )
 
 
-def import_libraries(directory: Path) -> None:
-    """Import what opening the model in ``directory`` imports: transformers alone takes 3 s. Raises
-    as that does for what is wrong in its headers."""
-    from paceline.models import Pretrained, SavedTransformer
-
-    if read_user_code(directory) is None:
-        (Pretrained if is_pretrained(directory) else SavedTransformer).open(directory)
-
-
 def _lengths(asked: int, longest: int, vocabulary: int, in_pieces: bool) -> tuple[int, int]:
     """Return the tokens of a row, and of a piece of it."""
     context = min(asked or longest, longest)
