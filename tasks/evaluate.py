@@ -53,6 +53,7 @@ from paceline.tasks._support.scores import (
     scored_on_ranks,
     scorer_version,
     scores_in_parts,
+    unfinished_scores,
 )
 from paceline.tasks._support.stages import stage
 from paceline.tasks.publish import published_url
@@ -370,21 +371,26 @@ def _judged(
     gang = judging_gang(run, nodes, base, ranks, with_tasks=with_tasks)
     asked = _scored_by(gang, spec)
     known = recorded_scores(run, spec, models, asked.scorer)
-    missing = {name: url for name, url in spec.models.items() if name not in known}
-    part = asked.model_copy(update={"models": missing})
+    missing = {name: models[name] for name in models if name not in known}
+    part = asked.model_copy(update={"models": {each: spec.models[each] for each in missing}})
     scores, failures = [*known.values()], dict[str, str]()
     longest_s = _deadline_s(run, spec, base)
     with run.fleet() as fleet, cancelling.noticed() as cancel:
         process = _on_a_node(fleet, longest_s, cancel)
         if missing and gang is not None:
             limits: dict[str, Any] = {"deadline_s": longest_s, "cancel": cancel}
+            part = part.model_copy(update={"known": unfinished_scores(run, asked, missing)})
             found, failures = scored_on_ranks(run, part, gang, fleet, **limits)
             scores += found
         elif missing and len(nodes) > 1 and scores_in_parts(run, spec):
-            scores += scored_in_parts(run, part, nodes, process)
+            scores += scored_in_parts(run, part, missing, nodes, process)
         whole = spec.model_copy(
             update={
-                "known": (*scores, *recorded_besides(run, spec, models)),
+                "known": (
+                    *scores,
+                    *unfinished_scores(run, spec, missing),
+                    *recorded_besides(run, spec, models),
+                ),
                 "failures": failures,
                 "mesh": spec.mesh if gang is None else gang.settings.mesh,
             }

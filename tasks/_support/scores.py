@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +20,14 @@ from paceline.config import EvaluationSettings, MeshSettings, MetricSettings, Tr
 from paceline.errors import InvalidInput, PeerLost, PermanentError, SourceMissing, WorkerLost
 from paceline.manifest import Manifest
 from paceline.models import CONFIG_FILE, DESCRIBING, json_object, model_digest
-from paceline.schemas import EvaluationSpec, RecordedScore, digest_of, metric_digest, score_key
+from paceline.schemas import (
+    UNFINISHED,
+    EvaluationSpec,
+    RecordedScore,
+    digest_of,
+    metric_digest,
+    score_key,
+)
 from paceline.tasks._support import sealed
 from paceline.tasks._support.lineage import sources_version
 from paceline.tasks._support.run import Run
@@ -59,16 +66,21 @@ def scorer_version(settings: EvaluationSettings) -> str:
 
 
 def recorded_scores(
-    run: Run, spec: EvaluationSpec, models: dict[str, dict[str, str]], scorer: str = ""
+    run: Run,
+    spec: EvaluationSpec,
+    models: Mapping[str, dict[str, str]],
+    scorer: str = "",
+    *,
+    others: Sequence[str] | None = None,
 ) -> dict[str, RecordedScore]:
     """Return what the installation recorded of ``models`` (by ``scorer``, default: ``spec``'s)
-    and baselines (by ``spec``'s), by name, on ``spec``'s documents.
+    and ``others`` (by ``spec``'s; default: the baselines), by name, on ``spec``'s documents.
 
     A record that cannot be trusted is named, and its subject is scored again.
     """
-    named = {
-        each: each for each in (evaluation.ngram_subject(spec.settings), *evaluation.COMPRESSORS)
-    }
+    if others is None:
+        others = (evaluation.ngram_subject(spec.settings), *evaluation.COMPRESSORS)
+    named = {each: each for each in others}
     found: dict[str, RecordedScore] = {}
     for name in (*models, *named):
         try:
@@ -84,6 +96,14 @@ def recorded_scores(
     return found
 
 
+def unfinished_scores(
+    run: Run, spec: EvaluationSpec, models: Mapping[str, dict[str, str]]
+) -> tuple[RecordedScore, ...]:
+    """Return what an evaluation that was cut off recorded of the first rows of ``models``."""
+    of_rows = spec.model_copy(update={"scorer": spec.scorer + UNFINISHED})
+    return tuple(recorded_scores(run, of_rows, models, others=()).values())
+
+
 def metrics_of(run: Run, spec: EvaluationSpec) -> list[MetricSettings]:
     """Return the metrics that are computed on ``spec``'s snapshot."""
     pairs = data.load_snapshot(spec.snapshot_url, run.store).is_paired
@@ -94,11 +114,14 @@ def recorded_besides(
     run: Run, spec: EvaluationSpec, models: dict[str, dict[str, str]]
 ) -> list[RecordedScore]:
     """Return what the installation recorded of ``models`` on ``spec``'s tasks, and by its
-    metrics."""
+    metrics; and of the comparison with what the candidate was trained on."""
     digests = [spec.tasks_scored] if spec.tasks_url else []
     digests += [metric_digest(spec.snapshot_digest, each) for each in metrics_of(run, spec)]
     of_each = [spec.model_copy(update={"snapshot_digest": each}) for each in digests]
-    return [found for each in of_each for found in recorded_scores(run, each, models).values()]
+    of_data = spec.model_copy(update={"snapshot_digest": spec.compared_digest})
+    compared = recorded_scores(run, of_data, {}, others=(evaluation.TRAINING_DATA,))
+    found = [score for each in of_each for score in recorded_scores(run, each, models).values()]
+    return [*compared.values(), *found]
 
 
 def _model_digest(run: Run, name: str, url: str, digest: str) -> str:
@@ -130,10 +153,15 @@ def scores_in_parts(run: Run, spec: EvaluationSpec) -> bool:
 
 
 def scored_in_parts(
-    run: Run, spec: EvaluationSpec, nodes: Sequence[Node], process: Process
+    run: Run,
+    spec: EvaluationSpec,
+    models: Mapping[str, dict[str, str]],
+    nodes: Sequence[Node],
+    process: Process,
 ) -> list[RecordedScore]:
-    """Score ``spec``'s models on a part of the documents on each of ``nodes``, by ``process``, and
-    record the whole: the same figures, to the bit, as of one node of that kind.
+    """Score ``spec``'s models (in ``models`` with their digests) on a part of the documents on each
+    of ``nodes``, by ``process``, and record parts and whole: the same figures, to the bit, as of
+    one node of that kind.
 
     Leaves out a model that a node cannot score. Raises what ``process`` raises.
     """
@@ -143,17 +171,29 @@ def scored_in_parts(
         def on_event(line: dict[str, Any]) -> None:
             if line.get("event") == "score":
                 found = RecordedScore.model_validate(line["data"])
-                parts.setdefault(found.subject, {})[number] = found
+                sealed.keep_score(run, found)
+                if not found.unfinished:
+                    parts.setdefault(found.subject, {})[number] = found
             elif line.get("event") == "progress" and number == 0:
                 run.report("evaluate", 0.9 * float(line["data"]["fraction"]), "a part on each node")
 
-        share = spec.model_copy(update={"share": (number, len(nodes))})
-        process(nodes[number], share, on_event)
+        by = f"{spec.scorer}, part {number} of {len(nodes)}"
+        share = spec.model_copy(update={"share": (number, len(nodes)), "scorer": by})
+        known = recorded_scores(run, share, models, others=())
+        for each in known.values():
+            parts.setdefault(each.subject, {})[number] = each
+        if left := {name: models[name] for name in models if name not in known}:
+            begun = unfinished_scores(run, share, left)
+            urls = {name: spec.models[name] for name in left}
+            todo = {"models": urls, "known": (*known.values(), *begun)}
+            process(nodes[number], share.model_copy(update=todo), on_event)
 
     with ThreadPoolExecutor(len(nodes)) as pool:
         list(pool.map(score, range(len(nodes))))
     whole = [
-        evaluation.joined([by_number[number] for number in range(len(nodes))])
+        evaluation.joined([by_number[number] for number in range(len(nodes))]).model_copy(
+            update={"scorer": spec.scorer}
+        )
         for by_number in parts.values()
         if len(by_number) == len(nodes)
     ]
@@ -307,12 +347,14 @@ def scored_on_ranks(
     """Score ``spec``'s models on ``gang``'s ranks, and record each model's figures once it has all
     of them; return them, and why others could not be scored, by model.
 
-    A rank that dies ends the attempt; the next one leaves out what is scored. A model of user code
-    is left out. Raises what a rank raises where it is permanent, WorkerLost after
-    ``guard.max_restarts`` more attempts, Cancelled.
+    A rank that dies ends the attempt; the next one leaves out what is scored, also the first rows
+    of a model, as of an unfinished score that ``spec`` knows. A model of user code is left out.
+    Raises what a rank raises where it is permanent, WorkerLost after ``guard.max_restarts`` more
+    attempts, Cancelled.
     """
     settings, guard = gang.settings, gang.settings.guard
     found: list[RecordedScore] = []
+    begun = {each.subject: each for each in spec.known}
     failures: dict[str, str] = {}
     failed: dict[str, Any] = {}
     attempt = 0
@@ -322,8 +364,12 @@ def scored_on_ranks(
         if line.get("attempt", attempt) != attempt:  # a late line of ranks that were ended
             return
         if kind == "score":
-            found.append(RecordedScore.model_validate(data))
-            sealed.keep_score(run, found[-1])
+            score = RecordedScore.model_validate(data)
+            sealed.keep_score(run, score)
+            if score.unfinished:
+                begun[score.subject] = score
+            else:
+                found.append(score)
         elif kind == "unscored" and "reason" in data:
             failures[data["model"]] = data["reason"]
         elif kind == "unscored":
@@ -348,7 +394,7 @@ def scored_on_ranks(
         gangs = GangSupervisor(nodes, deadlines, cancel=cancel, grace_s=CANCEL_GRACE_S)
         for attempt in range(1, guard.max_restarts + 2):
             failed.clear()
-            done = {"known": tuple(found), "failures": dict(failures)}
+            done = {"known": (*found, *begun.values()), "failures": dict(failures)}
             todo = spec.model_copy(update={"mesh": settings.mesh} | done)
             result = gangs.run_gang(members, todo.model_dump_json(), attempt, on_line)
             if result.ok:

@@ -198,7 +198,7 @@ def test_what_was_scored_before_is_not_scored_again(spec: EvaluationSpec, tmp_pa
     candidate, base, *baselines = scores
     other = base.model_copy(update={"subject": "0" * 64, "bits": (0.0,) * first.documents})
     short = base.model_copy(update={"bits": base.bits[:-1]})
-    for known, again in (((candidate, other, *baselines), 1), ((*scores[:1], short), 4)):
+    for known, again in (((candidate, other, *baselines), 1), ((candidate, short), 4)):
         asked = asked.model_copy(update={"known": known})
         code, lines, stderr = evaluate(asked.model_dump_json())
         assert code == 0, stderr
@@ -210,6 +210,34 @@ def test_what_was_scored_before_is_not_scored_again(spec: EvaluationSpec, tmp_pa
             assert after.bits_per_byte == before.bits_per_byte
             assert after.difference_to == before.difference_to
         assert second.score("candidate") == first.score("candidate"), "latency too"
+
+
+def test_training_data_are_compared_once_and_after_models_are_measured(
+    spec: EvaluationSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned = TrainingData(snapshot_url=spec.snapshot_url, snapshot_digest=spec.snapshot_digest)
+    asked = spec.model_copy(update={"scorer": "this release", "trained_on": (learned,)})
+    code, lines, stderr = evaluate(asked.model_dump_json())
+    assert code == 0, stderr
+    scores = [RecordedScore.model_validate(x["data"]) for x in lines if x["event"] == "score"]
+    subjects = [each.subject for each in scores]
+    models = [local_model_digest(tmp_path / name) for name in ("candidate", "base")]
+    assert subjects[:2] == models, "nothing else ran while they were measured"
+    assert set(subjects[2:]) == {"training data", "ngram of order 3", "gzip", "xz"}
+    first = EvaluationReport.model_validate(lines[-1]["data"])
+    assert first.overlaps
+
+    def again(*_: object, **__: object) -> None:
+        raise AssertionError("compared again")
+
+    monkeypatch.setattr(run, "find_overlap", again)
+    known = asked.model_copy(update={"known": tuple(scores)})
+    code, lines, stderr = evaluate(known.model_dump_json())
+    assert code == 0, stderr
+    assert EvaluationReport.model_validate(lines[-1]["data"]).overlaps == first.overlaps
+    other = learned.model_copy(update={"quarantined_shards": ("0" * 64,)})
+    with pytest.raises(AssertionError, match="compared again"):
+        evaluate(known.model_copy(update={"trained_on": (other,)}).model_dump_json())
 
 
 def test_figures_on_tasks_are_recorded_by_model_and_tasks(

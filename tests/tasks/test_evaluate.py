@@ -190,6 +190,39 @@ def test_scores_on_tasks_are_found_by_the_weights_and_the_tasks(run: Run) -> Non
     assert not recorded_besides(run, spec, models)
 
 
+def test_rows_and_the_comparison_that_were_done_are_found_again(run: Run) -> None:
+    trained = TrainingData(snapshot_url="s3://b/t", snapshot_digest="1" * 64)
+    spec = EvaluationSpec(
+        run_id="r", snapshot_url="s3://b/s", snapshot_digest="0" * 64, models={}, scorer="now",
+        settings=EvaluationSettings(), trained_on=(trained,),
+    )  # fmt: skip
+    models = {"candidate": {"url": "s3://b/candidate", "digest": "c" * 64}}
+    begun = RecordedScore(
+        subject=model_digest("c" * 64, {}), snapshot_digest="0" * 64, scorer="now", bits=(1.0,),
+        held_out_bytes=spec.settings.held_out_bytes, run_id="r", unfinished=True,
+    )  # fmt: skip
+    sealed.keep_score(run, begun)
+    assert scores.unfinished_scores(run, spec, models) == (begun,)
+    assert not scores.recorded_scores(run, spec, models), "it is no score"
+    sealed.keep_score(run, begun.model_copy(update={"unfinished": False, "bits": (1.0, 2.0)}))
+    assert scores.unfinished_scores(run, spec, models) == (begun,), "each has its own key"
+    newer = spec.model_copy(update={"scorer": "later"})
+    assert not scores.unfinished_scores(run, newer, models)
+    compared = begun.model_copy(
+        update={
+            "subject": "training data",
+            "snapshot_digest": spec.compared_digest,
+            "bits": (),
+            "unfinished": False,
+        }
+    )
+    sealed.keep_score(run, compared)
+    assert recorded_besides(run, spec, models) == [compared]
+    others = [{"trained_on": ()}, {"tasks_digest": "d" * 64}, {"scorer": "later"}]
+    for other in others:
+        assert not recorded_besides(run, spec.model_copy(update=other), models)
+
+
 def test_an_evaluation_of_models_that_read_otherwise_is_not_taken(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

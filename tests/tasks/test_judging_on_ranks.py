@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -26,7 +27,13 @@ from paceline.config import (
 )
 from paceline.data import build_snapshot, documents
 from paceline.errors import WorkerLost
-from paceline.evaluation import choose_prefixes, score_models, score_on_ranks, text_model
+from paceline.evaluation import (
+    choose_prefixes,
+    score_models,
+    score_on_ranks,
+    text_model,
+    transformer,
+)
 from paceline.models import ModelConfig, config_for, local_model_digest, new_model, save_model
 from paceline.schemas import EvaluationReport, EvaluationSpec, RecordedScore
 from paceline.storage import DiskStore
@@ -68,19 +75,21 @@ class Watched:
 def main() -> int:
     """Score as a rank, in pieces: some rows have one more piece than others.
 
-    Where the installation's directory has a file KILL, the first rank that scores "base" removes
-    it and kills itself.
+    Where the installation's directory has a file KILL, all save what they have after each step, and
+    the first rank that is nearly done with "base" removes the file and kills itself.
     """
     text_model.PIECE = 20
 
     def scored(spec: EvaluationSpec, *others: Any, emit: Callable[..., None], **more: Any) -> None:
         def emit_or_die(kind: str, data: dict[str, Any]) -> None:
             emit(kind, data)
-            if kind == "step" and "base" in data["message"]:
+            if kind == "step" and "base" in data["message"] and data["fraction"] > 0.8:
                 with suppress(FileNotFoundError):
                     Path(spec.state_dir, KILL).unlink()
                     os.kill(os.getpid(), signal.SIGKILL)
 
+        if Path(spec.state_dir, KILL).exists():
+            transformer.SAVE_EVERY_S = 0.0
         score_on_ranks(spec, *others, emit=emit_or_die, **more)
 
     with mock.patch.object(judging_rank, "score_on_ranks", scored):
@@ -259,7 +268,18 @@ def test_no_rank_holds_a_whole_model(watched: Watched, root: Path) -> None:
     assert all(0.4 * whole < each < 0.8 * whole for each in grown)
 
 
-def test_a_killed_rank_is_started_again_and_nothing_is_recorded_half(
+def steps_of(watched: Watched, attempt: int) -> list[float]:
+    """The fractions at which an attempt was with the second of two models."""
+    return [
+        each["data"]["fraction"]
+        for each in watched.lines
+        if (each.get("event"), each.get("attempt")) == ("step", attempt)
+        and each["data"]["fraction"] >= 0.5
+        and "base" in each["data"]["message"]
+    ]
+
+
+def test_a_killed_rank_is_started_again_and_no_step_is_done_twice(
     watched: Watched, root: Path, alone: EvaluationReport
 ) -> None:
     (root / KILL).touch()
@@ -269,7 +289,16 @@ def test_a_killed_rank_is_started_again_and_nothing_is_recorded_half(
     assert not failures
     scored = [local_model_digest(root / name) for name in ("candidate", "base")]
     assert [each.subject for each in found] == scored, "the first was not scored again"
-    assert len(bucket.objects) == 2
+    begun, again = ([each for each in steps_of(watched, n) if each > 0.5] for n in (1, 2))
+    assert begun[0] not in again, "its row scores were saved"
+    assert again[-1] == 1.0
+    unbroken, _, _ = judged(watched, root, 2, MeshSettings(shard=2), "base")
+    assert (found[1].bits, found[1].facts["calibration"]) == (
+        unbroken[0].bits,
+        unbroken[0].facts["calibration"],
+    ), "to the bit"
+    kept = [json.loads(each)["record"] for each in bucket.objects.values()]
+    assert len([each for each in kept if not each.get("unfinished")]) == 2
     wanted, mine = alone.score("base"), report_of(root, found, "candidate", "base").score("base")
     assert wanted is not None
     assert mine is not None

@@ -2,7 +2,13 @@ from .baselines import COMPRESSORS as COMPRESSORS, compressed_bits as compressed
 from .card import (
     model_card as model_card,
 )
-from .gate import EXAM as EXAM, EXCEPTED as EXCEPTED, LINEAGE as LINEAGE, decide as decide
+from .gate import (
+    EXAM as EXAM,
+    EXCEPTED as EXCEPTED,
+    LINEAGE as LINEAGE,
+    TRAINING_DATA as TRAINING_DATA,
+    decide as decide,
+)
 from .generation import generate as generate
 from .held_out import (
     SHORTEST_PREFIX_BYTES as SHORTEST_PREFIX_BYTES,

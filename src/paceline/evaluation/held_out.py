@@ -13,13 +13,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data import Conversation, Document
+from paceline.config import EvaluationSettings
+from paceline.data import Conversation, Document, Snapshot, Tokenizer, documents
 from paceline.errors import InvalidSnapshot
 from paceline.schemas import Interval, RecordedScore
+from paceline.storage import ObjectStore
 
 MAX_CHARACTER = 3  # continuation bytes of UTF-8
 # Documents that are batched together: their figures are then the same, to the bit, whatever other
@@ -30,6 +33,7 @@ GROUP = 256
 SHORTEST_PREFIX_BYTES = 1024
 BYTES_PER_TOKEN = 6
 SHORT_ROW = 1024  # tokens
+READ_FACTOR = 64  # times the budget: maximum text read to cut prefixes from
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,28 @@ class HeldOutDocument:
     size: int
     conversation: Conversation | None = None  # ``text`` is what assistants say in it
     rejected: Conversation | None = None  # beside it, of a pair of answers
+
+
+def read_held_out(
+    snapshot: Snapshot,
+    tokenizer: Tokenizer,
+    store: ObjectStore,
+    cache_dir: Path,
+    settings: EvaluationSettings,
+) -> tuple[list[HeldOutDocument], list[tuple[str, bytes]], dict[str, bytes] | None]:
+    """Return the documents to score, what was read (path, text), and of conversations what
+    assistants say in each."""
+    masked, budget = snapshot.is_masked, settings.held_out_bytes
+    most, text_of = READ_FACTOR * budget, tokenizer.text if masked else None
+    found = list(documents(snapshot, "held-out", store, cache_dir, most, text_of=text_of))
+    read = [
+        (each.path, tokenizer.text(each.conversation.tokens) if each.conversation else each.text)
+        for each in found
+    ]
+    if masked:
+        answers = {each.path: each.text for each in found}
+        return choose_conversations(found, budget), read, answers
+    return choose_prefixes(read, budget, settings.context), read, None
 
 
 def choose_prefixes(

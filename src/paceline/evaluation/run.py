@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -46,12 +47,7 @@ from paceline.data import (
 )
 from paceline.errors import CorruptData, InvalidInput, PacelineError, PermanentError, SourceMissing
 from paceline.evaluation.gate import METRIC, TRAINING_DATA
-from paceline.evaluation.held_out import (
-    HeldOutDocument,
-    choose_conversations,
-    choose_prefixes,
-    share_of,
-)
+from paceline.evaluation.held_out import read_held_out, share_of
 from paceline.evaluation.overlap import Rows, find_overlap
 from paceline.evaluation.scoring import score_models, score_share
 from paceline.evaluation.tasks import Figures, score_tasks, task_rows
@@ -64,14 +60,12 @@ from paceline.schemas import (
     EvaluationSpec,
     Overlap,
     RecordedScore,
-    TrainingData,
 )
 from paceline.storage import ObjectStore, open_store
 
 TRAIN_BYTES = 16 * 1024 * 1024  # of training text for the n-gram model: about 4 s on one core
 MOST_RECORDED = 150_000  # documents, in a line of 4 MiB
 MOST_ON_RANKS = 40_000  # documents, in a rank's line of 1 MiB
-HELD_OUT_READ_FACTOR = 64  # times the budget: maximum text read to cut prefixes from
 SCRATCH = "scores-"  # prefix of the directories for downloaded models, which their users lock
 _writing = threading.Lock()
 
@@ -87,25 +81,21 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
     scratch_dir = runtime.state_dir / "work"
     snapshot = _snapshot(spec.snapshot_url, spec.snapshot_digest, store)
     tokenizer = tokenizer_of(snapshot, store)
-    held_out, read, answers = _held_out(snapshot, tokenizer, store, cache_dir, spec.settings)
+    held_out, read, answers = read_held_out(snapshot, tokenizer, store, cache_dir, spec.settings)
 
-    def on_scored(subject: str, bits_D: NDArray[np.float64], facts: Mapping[str, Any]) -> None:
+    def on_scored(
+        subject: str, bits_D: NDArray[np.float64], facts: Mapping[str, Any], **more: bool
+    ) -> None:
         if spec.scorer and len(bits_D) <= MOST_RECORDED:
-            _emit("score", _record(spec, subject, bits_D, facts))
+            _emit("score", _record(spec, subject, bits_D, facts, **more))
+
+    on_rows = partial(on_scored, unfinished=True)
 
     def on_metric(subject: str, digest: str, figures_D: NDArray[np.float64]) -> None:
         if spec.scorer and len(figures_D) <= MOST_RECORDED:
             of_metric = spec.model_copy(update={"snapshot_digest": digest})
             _emit("score", _record(of_metric, subject, figures_D, {}))
 
-    def overlaps_found() -> tuple[Overlap, ...]:
-        template = snapshot_template(snapshot, store) if spec.trained_on else None
-        bare = bytes if template is None else template.without_system
-        return tuple(
-            _overlap(each, read, answers, bare, rows, store, cache_dir) for each in spec.trained_on
-        )
-
-    overlaps: list[Future[tuple[Overlap, ...]]] = []
     with (
         _scratch_below(scratch_dir) as scratch,
         ThreadPoolExecutor(1) as beside,  # baselines take one core
@@ -113,10 +103,15 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
         models = {name: _local(name, at, store, scratch) for name, at in spec.models.items()}
         if spec.share is not None:
             part = share_of(held_out, *spec.share)
-            score_share(models, part, tokenizer, on_scored, _progress, spec.settings, allowed)
+            score_share(
+                models, part, tokenizer, on_scored, _progress, spec.settings, allowed,
+                known=spec.known, on_rows=on_rows,
+            )  # fmt: skip
             return None
         tasks = _tasks_directory(spec, store, scratch) if spec.tasks_url else None
         rows = task_rows(tasks, scratch) if tasks and spec.trained_on else {}
+        compared: list[Future[tuple[Overlap, ...]]] = []
+        compare_with = (spec, snapshot, read, answers, rows, store, cache_dir)
         report = score_models(
             models,
             held_out,
@@ -129,10 +124,12 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
             known=[
                 each
                 for each in spec.known
-                if each.snapshot_digest == snapshot.digest and len(each.bits) == len(held_out)
+                if each.snapshot_digest == snapshot.digest
+                and (each.unfinished or len(each.bits) == len(held_out))
             ],
             on_scored=on_scored,
-            on_models_scored=lambda: overlaps.append(beside.submit(overlaps_found)),
+            on_rows=on_rows,
+            on_models_scored=lambda: compared.append(beside.submit(_overlaps, *compare_with)),
             failed=spec.failures,
         )
         if tasks:
@@ -155,12 +152,12 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
             )
         began = time.monotonic()
         try:
-            compared = overlaps[0].result()
+            overlaps = compared[0].result()
         except PermanentError as error:  # without a comparison the gate fails, with this reason
             failures = report.failures | {TRAINING_DATA: error.one_line()}
             return report.model_copy(update={"failures": failures})
     seconds = report.seconds + time.monotonic() - began
-    return report.model_copy(update={"overlaps": compared, "seconds": seconds})
+    return report.model_copy(update={"overlaps": overlaps, "seconds": seconds})
 
 
 @contextlib.contextmanager
@@ -228,7 +225,7 @@ def _score_on_ranks(
     store, cache_dir = open_store(runtime), runtime.state_dir / "cache"
     snapshot = _snapshot(spec.snapshot_url, spec.snapshot_digest, store)
     tokenizer = tokenizer_of(snapshot, store)
-    held_out, _, _ = _held_out(snapshot, tokenizer, store, cache_dir, spec.settings)
+    held_out, _, _ = read_held_out(snapshot, tokenizer, store, cache_dir, spec.settings)
     if len(held_out) > MOST_ON_RANKS:
         raise InvalidInput(
             "more held-out documents than ranks report",
@@ -255,6 +252,10 @@ def _score_on_ranks(
     def on_failed(name: str, error: PermanentError) -> None:
         emit("unscored", {"model": name, "reason": error.one_line()})
 
+    def on_rows(subject: str, bits_R: NDArray[np.float64], facts: Mapping[str, Any]) -> None:
+        if len(bits_R) <= MOST_ON_RANKS:
+            emit("score", _record(spec, subject, bits_R, facts, unfinished=True))
+
     score_share(
         models,
         held_out,
@@ -263,13 +264,18 @@ def _score_on_ranks(
         lambda fraction, message: emit("step", {"fraction": fraction, "message": message}),
         spec.settings,
         ranks=ranks,
-        known=[each.subject for each in spec.known],
+        known=spec.known,
         on_failed=on_failed,
+        on_rows=on_rows,
     )
 
 
 def _record(
-    spec: EvaluationSpec, subject: str, bits_D: NDArray[np.float64], facts: Mapping[str, Any]
+    spec: EvaluationSpec,
+    subject: str,
+    bits_D: NDArray[np.float64],
+    facts: Mapping[str, Any],
+    **more: bool,
 ) -> dict[str, Any]:
     score = RecordedScore(
         subject=subject,
@@ -279,6 +285,7 @@ def _record(
         bits=tuple(bits_D.tolist()),
         facts=dict(facts),
         run_id=spec.run_id,
+        **more,
     )
     return score.model_dump(mode="json")
 
@@ -295,7 +302,7 @@ def compare(
     the simple baselines, in this process: nothing is recorded, or compared with training data."""
     snapshot = load_snapshot(snapshot_url, store)
     tokenizer = tokenizer_of(snapshot, store)
-    held_out, _, _ = _held_out(snapshot, tokenizer, store, cache_dir, settings)
+    held_out, _, _ = read_held_out(snapshot, tokenizer, store, cache_dir, settings)
     report = score_models(
         models,
         held_out,
@@ -308,28 +315,6 @@ def compare(
     )
     allowed = allowed or AllowedCode((), cache_dir / "code")
     return with_metrics(report, models, held_out, settings, allowed, tokenizer)
-
-
-def _held_out(
-    snapshot: Snapshot,
-    tokenizer: Tokenizer,
-    store: ObjectStore,
-    cache_dir: Path,
-    settings: EvaluationSettings,
-) -> tuple[list[HeldOutDocument], list[tuple[str, bytes]], dict[str, bytes] | None]:
-    """Return the documents to score, what was read (path, text), and of conversations what
-    assistants say in each."""
-    masked, budget = snapshot.is_masked, settings.held_out_bytes
-    most, text_of = HELD_OUT_READ_FACTOR * budget, tokenizer.text if masked else None
-    found = list(documents(snapshot, "held-out", store, cache_dir, most, text_of=text_of))
-    read = [
-        (each.path, tokenizer.text(each.conversation.tokens) if each.conversation else each.text)
-        for each in found
-    ]
-    if masked:
-        answers = {each.path: each.text for each in found}
-        return choose_conversations(found, budget), read, answers
-    return choose_prefixes(read, budget, settings.context), read, None
 
 
 def _training_texts(
@@ -409,28 +394,41 @@ def _snapshot(url: str, digest: str, store: ObjectStore) -> Snapshot:
     return snapshot
 
 
-def _overlap(
-    trained_on: TrainingData,
+def _overlaps(
+    spec: EvaluationSpec,
+    snapshot: Snapshot,
     held_out: list[tuple[str, bytes]],
     answers: dict[str, bytes] | None,
-    without_system: Callable[[bytes], bytes],
     tasks: Rows,
     store: ObjectStore,
     cache_dir: Path,
-) -> Overlap:
-    """Return how many of ``held_out``, and of the rows of ``tasks``, are in the snapshot
-    ``trained_on``."""
-    return find_overlap(
-        held_out,
-        _snapshot(trained_on.snapshot_url, trained_on.snapshot_digest, store),
-        store,
-        cache_dir,
-        quarantined=trained_on.quarantined_shards,
-        answers=answers,
-        without_system=without_system,
-        tasks=tasks,
-        on_progress=lambda fraction: _progress(0.98, f"training data compared: {fraction:.0%}"),
+) -> tuple[Overlap, ...]:
+    """Return how many of ``held_out``, and of the rows of ``tasks``, are in each snapshot that the
+    candidate was trained on: as recorded, or compared now and passed on to be recorded."""
+    for known in spec.known:
+        if (known.subject, known.snapshot_digest) == (TRAINING_DATA, spec.compared_digest):
+            found = cast("list[object]", known.facts["overlaps"])
+            return tuple(Overlap.model_validate(each) for each in found)
+    template = snapshot_template(snapshot, store) if spec.trained_on else None
+    overlaps = tuple(
+        find_overlap(
+            held_out,
+            _snapshot(each.snapshot_url, each.snapshot_digest, store),
+            store,
+            cache_dir,
+            quarantined=each.quarantined_shards,
+            answers=answers,
+            without_system=bytes if template is None else template.without_system,
+            tasks=tasks,
+            on_progress=lambda part: _progress(0.98, f"training data compared: {part:.0%}"),
+        )
+        for each in spec.trained_on
     )
+    if spec.scorer and overlaps:
+        of_these = spec.model_copy(update={"snapshot_digest": spec.compared_digest})
+        facts = {"overlaps": [each.model_dump(mode="json") for each in overlaps]}
+        _emit("score", _record(of_these, TRAINING_DATA, np.zeros(0), facts))
+    return overlaps
 
 
 def main() -> int:

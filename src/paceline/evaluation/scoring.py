@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -132,6 +133,7 @@ def score_models(
     allowed: AllowedCode | None = None,
     known: Sequence[RecordedScore] = (),
     on_scored: OnScored = lambda _subject, _bits, _facts: None,
+    on_rows: OnScored | None = None,
     on_models_scored: Callable[[], None] = lambda: None,
     failed: Mapping[str, str] = MappingProxyType({}),
 ) -> EvaluationReport:
@@ -144,14 +146,15 @@ def score_models(
     cannot be scored (wrong format, NaN, a tokenizer that loses text) has no score and an entry in
     ``failures``. ``known`` scores on the same documents, found by the digest of the model's files,
     are not computed again; each new one is passed to ``on_scored`` (subject, bits by document,
-    facts). A model in ``failed`` (name → reason) is not tried. ``on_models_scored`` may start what
-    would disturb the measurement of latency.
+    facts), and while a model is scored what it has so far to ``on_rows``: an unfinished one among
+    ``known`` goes on from there. A model in ``failed`` (name → reason) is not tried.
+    ``on_models_scored`` may start what would disturb the measurement of latency.
     """
     began = time.monotonic()
     scored: dict[str, _Scored] = {}
     failures = dict(failed)
     texts = [each.text for each in held_out]
-    once = _Once({each.subject: (np.array(each.bits), each.facts) for each in known}, on_scored)
+    once = _Once(known, on_scored)
     for number, (name, directory) in enumerate(models.items()):
         if name in failures:
             continue
@@ -159,14 +162,16 @@ def score_models(
         def show(fraction: float, number: int = number, name: str = name) -> None:
             on_progress(0.9 * (number + fraction) / len(models), f"{name}: {fraction:.0%}")
 
-        def score(directory: Path = directory) -> _Found:
+        def score(subject: str, directory: Path = directory, show: Any = show) -> _Found:
             scored = score_transformer(
-                directory, held_out, show, tokenizer, allowed, settings=settings
-            )
+                directory, held_out, show, tokenizer, allowed, None, settings,
+                _begun(known, subject), on_rows and partial(on_rows, subject),
+            )  # fmt: skip
             return scored.split()
 
         try:
-            scored[name] = once("transformer", local_model_digest(directory), score)
+            subject = local_model_digest(directory)
+            scored[name] = once("transformer", subject, partial(score, subject))
         except PermanentError as error:
             failures[name] = error.one_line()
 
@@ -193,11 +198,18 @@ def score_models(
 _Found = tuple[Reals, Mapping[str, Any]]  # bits by document, facts
 
 
+def _begun(known: Sequence[RecordedScore], subject: str) -> RecordedScore | None:
+    return next((each for each in known if each.unfinished and each.subject == subject), None)
+
+
 class _Once:
     """Scores each subject once: base and champion are often the same."""
 
-    def __init__(self, known: dict[str, _Found], on_scored: OnScored) -> None:
-        self._known, self._on_scored = known, on_scored
+    def __init__(self, known: Sequence[RecordedScore], on_scored: OnScored) -> None:
+        self._known: dict[str, _Found] = {
+            each.subject: (np.array(each.bits), each.facts) for each in known if not each.unfinished
+        }
+        self._on_scored = on_scored
 
     def __call__(self, kind: ScoreKind, subject: str, score: Callable[[], _Found]) -> _Scored:
         if subject not in self._known:
@@ -241,16 +253,17 @@ def score_share(
     settings: EvaluationSettings,
     allowed: AllowedCode | None = None,
     ranks: Ranks | None = None,
-    known: Sequence[str] = (),
+    known: Sequence[RecordedScore] = (),
     on_failed: Callable[[str, PermanentError], None] = lambda _name, _error: None,
+    on_rows: OnScored | None = None,
 ) -> None:
     """Score each model on a share of the documents, or all of ``ranks`` on all of them, and pass
     that to ``on_scored``.
 
     Leaves out what cannot be scored: ``on_failed`` gets it, and without ranks the evaluation of all
-    documents names it. ``known`` are subjects that have a score.
+    documents names it. ``known`` and ``on_rows``: as of ``score_models``.
     """
-    done = set(known)
+    done = {each.subject for each in known if not each.unfinished}
     for number, (name, directory) in enumerate(models.items()):
 
         def show(fraction: float, number: int = number, name: str = name) -> None:
@@ -261,8 +274,9 @@ def score_share(
             if subject in done:
                 continue
             scored = score_transformer(
-                directory, held_out, show, tokenizer, allowed, ranks, settings
-            )
+                directory, held_out, show, tokenizer, allowed, ranks, settings,
+                _begun(known, subject), on_rows and partial(on_rows, subject),
+            )  # fmt: skip
             done.add(subject)
         except PermanentError as error:
             log.warning("not scored model=%s: %s", name, error.one_line())

@@ -8,10 +8,12 @@ Computes no statistics and reads only the model's files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from paceline.evaluation.held_out import GROUP, HeldOutDocument
 from paceline.evaluation.serving import in_batches, measure_serving, threads_for
 from paceline.evaluation.text_model import AllowedCode, Ranks, TextModel, Tokens, UserModel
 from paceline.models import weight_files, weights_digest
-from paceline.schemas import Serving
+from paceline.schemas import RecordedScore, Serving, digest_of
 from paceline.system import usable_cores
 
 Reals = NDArray[np.float64]
@@ -33,7 +35,11 @@ Reals = NDArray[np.float64]
 # the sum of those probabilities in millionths. Whole numbers: parts of the text add up exactly.
 Bins = tuple[tuple[int, int, int], ...]
 
+# Gets bits of the rows that are done, and facts: see ``score_transformer``.
+OnRows = Callable[[Reals, Mapping[str, Any]], None]
+
 BINS = 10
+SAVE_EVERY_S = 5.0  # of a model's scoring; an interruption loses at most that and a batch
 MILLION = 1_000_000
 
 FORMAT = "safetensors"  # ``weight_files`` refuses every other
@@ -93,9 +99,15 @@ def score_transformer(
     allowed: AllowedCode | None = None,
     ranks: Ranks | None = None,
     settings: EvaluationSettings | None = None,
+    begun: RecordedScore | None = None,
+    on_rows: OnRows | None = None,
 ) -> TransformerScore:
     """Return how well the model in ``directory`` predicts ``held_out``; with ``ranks``, on each of
     them.
+
+    ``on_rows`` gets, every SAVE_EVERY_S, the bits of the rows that are done, in the order in which
+    they are predicted, and facts; an unfinished record of both, ``begun``, goes on from there: its
+    rows are not predicted again, and all figures are those of one go, to the bit.
 
     ``tokenizer`` is that of the data, for a model that was trained with it and has no copy, and for
     conversations; ``allowed`` is for user code (``TextModel.open``); ``settings`` say how long rows
@@ -115,11 +127,21 @@ def score_transformer(
             return model
 
         on_progress(0.0)  # reading the weights and measuring may take minutes
-        model, serving = measure_serving(opened, ranks, settings.serving_batch)
+        if begun is None:
+            model, serving = measure_serving(opened, ranks, settings.serving_batch)
+        else:
+            model, serving = opened(), Serving.model_validate(begun.facts["serving"])
+
+        def save(bits_R: Reals, facts: Mapping[str, Any]) -> None:
+            assert on_rows is not None, "it is passed on below"
+            on_rows(bits_R, {**facts, "serving": serving})
+
         if isinstance(model.network, UserModel):
             model.network.threads = usable_cores()  # its calls come one by one
         read = [_read(model, each, tokenizer) for each in held_out]
-        bits_D, bins = _bits(model, read, on_progress, threads, ranks)
+        bits_D, bins = _bits(
+            model, read, on_progress, threads, ranks, begun=begun, on_rows=on_rows and save
+        )
     return TransformerScore(
         bits=bits_D,
         latency_ms=serving.prefill_ms,
@@ -207,49 +229,63 @@ def _bits(
     threads: int,
     ranks: Ranks | None,
     parts: Sequence[list[tuple[int, Reals, NDArray[np.bool_]]]] = (),
+    begun: RecordedScore | None = None,
+    on_rows: OnRows | None = None,
 ) -> tuple[Reals, Bins]:
     """Return bits per document, and all tokens' bins. ``parts``, one list a document, get each
-    window's first scored token, and of all of them the nats, and which were the most likely."""
+    window's first scored token, and of all of them the nats, and which were the most likely.
+    ``begun`` and ``on_rows``: see ``score_transformer``."""
     import torch
 
     inputs, targets = [each.inputs for each in documents], [each.targets for each in documents]
-    batches: list[list[Window]] = []
-    for first in range(0, len(documents), GROUP):
-        todo = [
-            each
-            for number, tokens in enumerate(targets[first : first + GROUP], start=first)
-            for each in windows(len(tokens), model.context, number)
-        ]
-        batches += in_batches(model, todo, lambda each: each.end - each.start)
-    calls = [_calls(model, each) for each in batches]
-    if ranks is not None:  # all call the model equally often: some at the end without a window
-        shares = ranks.shares
-        batches += [[]] * (-len(batches) % shares)
-        firsts = range(0, len(batches), shares)
-        calls = [max(calls[first : first + shares]) for first in firsts]
-        batches = batches[ranks.share :: shares]
-    bits_D, bins = np.zeros(len(documents)), np.zeros((BINS, 3), dtype=np.int64)
+    batches = _batches(model, targets)
+    rows = [each for batch in batches for each in batch]
+    before = [0, *accumulate(map(len, batches))]  # each batch, rows
+    share, shares = (0, 1) if ranks is None else (ranks.share, ranks.shares)
+    order = digest_of([model.device.type, shares, before])
+    bits_R, bins, first = np.zeros(len(rows)), np.zeros((BINS, 3), dtype=np.int64), 0
+    if begun is not None and begun.facts["order"] == order:
+        first = before.index(len(begun.bits))
+        if share == 0:
+            bits_R[: len(begun.bits)] = begun.bits
+            bins += np.array(begun.facts["calibration"])
+    # All ranks call the model equally often: some at the end without a window.
+    steps = range(first, len(batches), shares)
+    mine = [batches[at + share] if at + share < len(batches) else [] for at in steps]
+    calls = [max(_calls(model, each) for each in batches[at : at + shares]) for at in steps]
 
     def predict(batch: Sequence[Window], calls: int) -> Predicted:
         with torch.inference_mode():  # a thread-local setting
             return _predicted(model, batch, inputs, targets, calls)
 
     with ThreadPoolExecutor(threads) as pool:
-        for done, (batch, found) in enumerate(
-            zip(batches, pool.map(predict, batches, calls), strict=True), start=1
-        ):
+        # Ranks make all their calls of each other in one thread, and so in one order.
+        found = (map if ranks else pool.map)(predict, mine, calls)
+        saved = time.monotonic()
+        for at, batch, its in zip(steps, mine, found, strict=True):
             for row, window in enumerate(batch):
                 fresh = slice(window.fresh - window.start, window.end - window.start)
                 counts = documents[window.document].counts[window.fresh : window.end]
-                nats = found.nats[row, fresh][counts]
-                bits_D[window.document] += float(nats.sum()) / np.log(2)
-                right = found.right[row, fresh][counts]
-                _count(bins, found.best[row, fresh][counts], right)
+                nats = its.nats[row, fresh][counts]
+                bits_R[before[at + share] + row] = float(nats.sum()) / np.log(2)
+                right = its.right[row, fresh][counts]
+                _count(bins, its.best[row, fresh][counts], right)
                 if parts:
                     parts[window.document].append((window.fresh, nats, right))
+            done = min(at + shares, len(batches))
             on_progress(done / len(batches))
-    if ranks is not None:
-        bits_D, bins = ranks.total(bits_D), ranks.total(bins).astype(np.int64)
+            if on_rows is not None and _is_due(saved, ranks):
+                saved_R, sums = _together(bits_R[: before[done]], bins, ranks)
+                on_rows(saved_R, {"order": order, "calibration": sums})
+                saved = time.monotonic()
+    bits_R, sums = _together(bits_R, bins, ranks)
+    return _by_document(model, [each.document for each in rows], bits_R, len(documents)), sums
+
+
+def _by_document(model: TextModel, rows: Sequence[int], bits_R: Reals, documents: int) -> Reals:
+    """Return the bits of each document from those of rows; ``rows`` are their documents."""
+    bits_D = np.zeros(documents)
+    np.add.at(bits_D, np.array(rows, dtype=np.int64), bits_R)  # one by one, in this order
     if not np.isfinite(bits_D).all():
         raise CorruptData(
             "the model's predictions are not finite",
@@ -257,7 +293,32 @@ def _bits(
             wanted="probabilities",
             where=model.directory,
         )
-    return bits_D, tuple((int(n), int(right), int(sure)) for n, right, sure in bins)
+    return bits_D
+
+
+def _batches(model: TextModel, targets: Sequence[Tokens]) -> list[list[Window]]:
+    """Return the windows of all documents, in the batches that are predicted at once."""
+    found: list[list[Window]] = []
+    for first in range(0, len(targets), GROUP):
+        todo = [
+            each
+            for number, tokens in enumerate(targets[first : first + GROUP], start=first)
+            for each in windows(len(tokens), model.context, number)
+        ]
+        found += in_batches(model, todo, lambda each: each.end - each.start)
+    return found
+
+
+def _is_due(saved: float, ranks: Ranks | None) -> bool:
+    over = time.monotonic() - saved > SAVE_EVERY_S
+    return over if ranks is None else ranks.everyone([over])[0] > 0  # all save together
+
+
+def _together(bits_R: Reals, bins: NDArray[np.int64], ranks: Ranks | None) -> tuple[Reals, Bins]:
+    """Return the bits of rows, of which each is of one share, and the bins, of all shares."""
+    if ranks is not None:
+        bits_R, bins = ranks.total(bits_R), ranks.total(bins).astype(np.int64)
+    return bits_R, tuple((int(n), int(right), int(sure)) for n, right, sure in bins)
 
 
 def _count(bins: NDArray[np.int64], best: NDArray[np.int64], right: NDArray[np.bool_]) -> None:

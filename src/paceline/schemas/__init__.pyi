@@ -140,6 +140,7 @@ from .cost import (
     seconds_by_class as seconds_by_class,
 )
 from .evaluation import (
+    UNFINISHED as UNFINISHED,
     Evaluated as Evaluated,
     Evaluation as Evaluation,
     EvaluationReport as EvaluationReport,

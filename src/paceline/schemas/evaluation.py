@@ -11,6 +11,8 @@ from paceline.schemas.base import ModelId, Record, Sha256, digest_of, is_empty, 
 from paceline.schemas.records import Approval
 from paceline.schemas.training import TrainingData
 
+UNFINISHED = ", unfinished"  # in the key of such a RecordedScore
+
 
 class RecordedScore(Record):
     """What one model or simple baseline scored, document by document, and what that follows from:
@@ -25,14 +27,17 @@ class RecordedScore(Record):
     bits: tuple[float, ...]
     facts: dict[str, object] = {}  # further fields of ModelScore
     run_id: str  # in which it was scored
+    # of a scoring that has not ended: ``bits`` are those of its first rows
+    unfinished: bool = Field(default=False, exclude_if=is_empty)
 
     @property
     def key(self) -> str:
-        return score_key(self.subject, self.snapshot_digest, self.held_out_bytes, self.scorer)
+        by = self.scorer + (UNFINISHED if self.unfinished else "")
+        return score_key(self.subject, self.snapshot_digest, self.held_out_bytes, by)
 
 
 def score_key(subject: str, snapshot_digest: str, held_out_bytes: int, scorer: str) -> str:
-    """Return the key of a RecordedScore."""
+    """Return the key of a RecordedScore; of an unfinished one ``scorer`` ends in UNFINISHED."""
     return digest_of([subject, snapshot_digest, held_out_bytes, scorer])
 
 
@@ -83,6 +88,13 @@ class EvaluationSpec(Record):
         """Return what a RecordedScore has as the digest of the snapshot, where it is on tasks."""
         as_chat = self.settings.tasks_as_chat
         return digest_of([self.tasks_digest, "chat"]) if as_chat else self.tasks_digest
+
+    @property
+    def compared_digest(self) -> str:
+        """Return what a RecordedScore has as the digest of the snapshot, where its facts are how
+        much of that, and of the tasks, is in the training data."""
+        of = [each.model_dump(mode="json") for each in self.trained_on]
+        return digest_of([self.snapshot_digest, self.tasks_digest, of])
 
 
 class Interval(Record):
