@@ -220,5 +220,5 @@ def test_without_faults_nobody_is_asked_on_the_side(
     def never(*_: object) -> None:
         raise AssertionError("a spare stood in")
 
-    monkeypatch.setattr(Failback, "spare_chosen", never)
+    monkeypatch.setattr(Failback, "record_spare", never)
     assert simulate(scenario(8, 60, topology=topology)).violations == ()

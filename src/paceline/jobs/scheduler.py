@@ -119,7 +119,7 @@ class JobScheduler(RepeatedTask):
         self._cancelling: dict[str, float] = {}  # lost flow run → since when Prefect shows that
         self._lost_s = -math.inf  # when lost flow runs were last looked at
 
-    def look(self) -> None:
+    def run_once(self) -> None:
         """Make one round: follow, admit, start, end."""
         self._end_lost()
         jobs = self._table.open_jobs()

@@ -16,7 +16,7 @@ from paceline.plan import SHARING_OVERHEAD, origin_cap_bytes
 from paceline.relay.protocol import Extent, Extents, SessionLimits
 from paceline.schemas import DeploymentStatus, SimulationReport, Topology
 from paceline.simulation.control import Control
-from paceline.simulation.hosts import AWAY_EXTENTS, ORIGIN_RACK, Host
+from paceline.simulation.hosts import ON_SPARE_EXTENTS, ORIGIN_RACK, Host
 from paceline.simulation.scenario import MBIT, STRAGGLERS_RATE, Fault, Scenario, seeded_deaths
 from paceline.simulation.streams import Streams
 
@@ -105,7 +105,7 @@ class Simulation:
             return usual
         return SessionLimits(
             window_pieces=max(usual.window_pieces, 3 * coalesce),
-            away_pieces=max(usual.away_pieces, 3 * coalesce // AWAY_EXTENTS),
+            on_spare_pieces=max(usual.on_spare_pieces, 3 * coalesce // ON_SPARE_EXTENTS),
             window_bytes=1 << 60,
             window_s=1e9,
         )

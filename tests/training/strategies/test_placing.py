@@ -27,9 +27,9 @@ def test_the_gangs_store_avoids_server_nodes_or_lies_on_the_standbys(
     attempt = ServedAttempt(gangs, ranks, 1, None)
     assert attempt._workers[0] == store
     assert sorted(attempt._workers) == sorted(set(nodes))
-    attempt._take("store", "elsewhere", {"error": "the store ended"})
+    attempt._handle_message("store", "elsewhere", {"error": "the store ended"})
     assert not attempt._store_lost
-    attempt._take("store", store, {"error": "the store ended"})
+    attempt._handle_message("store", store, {"error": "the store ended"})
     assert attempt._store_lost
 
 

@@ -133,7 +133,7 @@ class CoordinatorState:
             case HeartbeatReceived():
                 return self.agents.beat(event, now_s)
             case AwaitCommands():
-                return self.agents.listen(event)
+                return self.agents.await_commands(event)
             case Tick():
                 return self._tick(event, now_s)
             case Register():
@@ -352,7 +352,7 @@ class CoordinatorState:
         self._last_s = now_s
         if gap_s > self.settings.lost_after_beats * self.fleet.beat_interval_s() / 2:
             # No heartbeats were handled meanwhile (frozen, suspended): silence proves no loss.
-            self.fleet.forgive(gap_s, now_s)
+            self.fleet.discount_gap(gap_s, now_s)
         effects: list[Effect] = []
         for worker in self.fleet.mark_lost(now_s):
             effects.append(Save(worker))

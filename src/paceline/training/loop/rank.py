@@ -58,7 +58,7 @@ def as_rank(work: Callable[[RankIdentity, EventWriter, StopFlag], int]) -> int:
     place = RankIdentity.from_environment()
     events = EventWriter(place)
     events.capture_stdout()
-    events.beat()
+    events.start_heartbeats()
     try:
         return work(place, events, stop)
     except PacelineError as error:
@@ -132,11 +132,11 @@ def wait_for_assignment(job: TrainJob, events: EventWriter) -> tuple[RankIdentit
     """Preload as a spare, then block until a rank is assigned; return identity and job."""
     place = RankIdentity.from_environment()
     load(job, place.worker_id, place.rank).cache.close()  # verifies and fills this node's caches
-    events.enter("spare")
+    events.set_phase("spare")
     os.environ.update(json.loads(_line()))
     place = RankIdentity.from_environment()
     events.take(place)
-    events.enter("loading")
+    events.set_phase("loading")
     return place, TrainJob.model_validate_json(_line())
 
 
@@ -166,7 +166,7 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
             from paceline.training.strategies import run_role
 
             return run_role(its, place, events, stop)
-        events.enter("joining")
+        events.set_phase("joining")
         # Longer than any step: the launcher detects and names a hung rank first, and a rank that
         # verifies a checkpoint more slowly than the others does not time out.
         limit_s = sum(map(Deadlines.of_job(job).of, ("first step", "step")))
@@ -185,7 +185,7 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
             averages=average.values,
             without_frozen=its.adapters is not None,
         )
-        events.enter("resuming")
+        events.set_phase("resuming")
         progress, position = setup.restore_checkpoint(its, state, events)
         state.extra = progress.extra
         if state.without_frozen:
@@ -208,7 +208,9 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
             events, checkpointer, progress, place.rank, stream, exporter, its.store
         )
         stop.listening = True
-        events.enter("first step", progress.step)  # slower: it builds buckets and fetches shards
+        events.set_phase(
+            "first step", progress.step
+        )  # slower: it builds buckets and fetches shards
         train(
             parallel,
             its.workload,

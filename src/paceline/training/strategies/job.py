@@ -212,7 +212,7 @@ def run_role(its: RankContext, place: RankIdentity, events: EventWriter, stop: S
     """Run the role of ``place`` in an asynchronous job; return the exit code."""
     settings = its.job.settings
     workers = require_ranks(settings, place.world_size)
-    events.enter("joining")
+    events.set_phase("joining")
     meeting = Rendezvous.of(place)
     terms = Terms(place.gang_key, workers, settings.steps, settings.synchrony.max_staleness)
     if place.rank >= SERVING:
@@ -247,7 +247,7 @@ class _ServingRank:
     def run(self, meeting: Rendezvous) -> int:
         """Serve to the end of the job; return the exit code."""
         if self._place.rank == 0:
-            self._events.enter("resuming")
+            self._events.set_phase("resuming")
             self._resume()
             self._server.lead(1)
         elif self._follow(meeting) == "released":
@@ -255,7 +255,7 @@ class _ServingRank:
         return self._lead()
 
     def _follow(self, meeting: Rendezvous) -> str:
-        self._events.enter("following")
+        self._events.set_phase("following")
         deadline_s = Deadlines.of_job(self._its.job).start_s  # rank 0 is still loading
         reported = False
 
@@ -265,7 +265,7 @@ class _ServingRank:
             if not reported:
                 reported = True
                 self._events.emit("started", step, role="standby")
-            self._events.enter("step", step)
+            self._events.set_phase("step", step)
 
         return self._server.follow(meeting.servers, deadline_s, on_frame)
 
@@ -313,7 +313,7 @@ class _ServingRank:
             def on_tick() -> bool:
                 nonlocal held_out
                 with server.changed:  # the lock is not stuck
-                    events.enter("step", progress.step)
+                    events.set_phase("step", progress.step)
                 held_out = evaluation.run_asked() or held_out
                 return self._stop()
 
@@ -325,7 +325,7 @@ class _ServingRank:
             policy.attach(saver, server.ledger, learner.rate, on_step)
             server.open()
             self._stop.listening = True
-            events.enter("step", progress.step)
+            events.set_phase("step", progress.step)
             if not server.until_done(on_tick=on_tick):
                 with server.changed:  # no update from here on
                     server.end(PeerLost("parameter server was asked to stop"))
@@ -423,7 +423,7 @@ def _work(
         def on_push(task: Task) -> None:
             nonlocal pushed_at, reported_at
             tracer.end(task.sequence)
-            events.enter("step", task.sequence)
+            events.set_phase("step", task.sequence)
             now, report = time.perf_counter(), compute.report
             seconds, pushed_at = now - pushed_at, now
             figures = {"step_seconds": seconds, "data_wait_s": report.waited_s}
@@ -431,19 +431,19 @@ def _work(
             step = StepReport(task.sequence, report.loss, nan, nan, figures=figures)
             exporter.take(step, len(report.quarantined))
             bad = its.cache.quarantined
-            if now - reported_at >= FOLLOWER_REPORT_S or quarantine.any_in(bad):
+            if now - reported_at >= FOLLOWER_REPORT_S or quarantine.has_new(bad):
                 reported_at = now
-                data = {"loss": report.loss, "share": share, **figures, **quarantine.of(bad)}
+                data = {"loss": report.loss, "share": share, **figures, **quarantine.new_in(bad)}
                 events.emit("step", task.sequence, **data, read_bytes=its.store.read_bytes)
 
         def on_frame() -> None:  # a live server resets the deadline of the step
             if worker.staleness:
-                events.enter("step")
+                events.set_phase("step")
 
         away_s = Deadlines.of_job(its.job).start_s
         worker = Worker(
             share, meeting.servers, terms, compute, away_s=away_s, on_frame=on_frame
         )  # fmt: skip
-        events.enter("first step")  # fetches shards; the server may still be loading
+        events.set_phase("first step")  # fetches shards; the server may still be loading
         worker.run(traced, on_push)
     return 0
