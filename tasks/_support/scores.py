@@ -21,7 +21,7 @@ from paceline.errors import InvalidInput, PeerLost, PermanentError, SourceMissin
 from paceline.manifest import Manifest
 from paceline.models import CONFIG_FILE, DESCRIBING, json_object, model_digest
 from paceline.schemas import EvaluationSpec, RecordedScore, digest_of, metric_digest, score_key
-from paceline.tasks._support import sealed
+from paceline.tasks._support import sealed_records
 from paceline.tasks._support.lineage import sources_version
 from paceline.tasks._support.run import Run
 from paceline.tasks.publish import published_url
@@ -75,7 +75,7 @@ def recorded_scores(
             subject = named.get(name) or _model_digest(run, name, **models[name])
             by = (name in models and scorer) or spec.scorer
             key = score_key(subject, spec.snapshot_digest, spec.settings.held_out_bytes, by)
-            score = sealed.find_score(run, key)
+            score = sealed_records.load_score(run, key)
         except PermanentError as error:
             run.warn(f"{name} is scored again: {error.one_line()}")
             continue
@@ -158,7 +158,7 @@ def scored_in_parts(
         if len(by_number) == len(nodes)
     ]
     for each in whole:
-        sealed.keep_score(run, each)
+        sealed_records.save_score(run, each)
     return whole
 
 
@@ -323,7 +323,7 @@ def scored_on_ranks(
             return
         if kind == "score":
             found.append(RecordedScore.model_validate(data))
-            sealed.keep_score(run, found[-1])
+            sealed_records.save_score(run, found[-1])
         elif kind == "unscored" and "reason" in data:
             failures[data["model"]] = data["reason"]
         elif kind == "unscored":

@@ -15,7 +15,7 @@ from paceline.errors import WorkerLost
 from paceline.evaluation import HeldOutDocument, score_share, score_transformer, share_of
 from paceline.models import config_for, local_model_digest, new_model, save_model
 from paceline.schemas import EvaluationSpec, RecordedScore
-from paceline.tasks._support import scores, sealed
+from paceline.tasks._support import scores, sealed_records
 from tests.security.test_a_forged_report_is_refused import Bucket, run_of
 
 RANDOM = np.random.default_rng(3)
@@ -94,7 +94,7 @@ def test_parts_of_several_nodes_are_the_whole_to_the_bit(
         assert np.array(score.bits).tobytes() == its.bits.tobytes()
         assert score.facts["judged_context"] == its.judged_context > 0
         assert score.facts["tokens"] == its.tokens == sum(len(each.text) for each in DOCUMENTS)
-        assert sealed.find_score(run, score.key) == score
+        assert sealed_records.load_score(run, score.key) == score
 
 
 def test_a_node_that_is_lost_ends_the_evaluation(models: dict[str, Path]) -> None:

@@ -29,9 +29,9 @@ from paceline.jobs import (
     Request,
     SlurmEngine,
     Standing,
-    changed,
     engine_of,
     gang_of,
+    with_state,
 )
 from paceline.jobs.engines import kubernetes, slurm  # their pure decisions
 from paceline.schemas import JobAllocation, JobState, SubmitJob, TrainingJob, digest_of
@@ -421,7 +421,7 @@ def test_scancel_cancels_the_job_and_a_pause_does_not_look_like_it(
     queue.ends(job_id, "CANCELLED")
     queue.run_once()
     assert (queue.state(job_id), site.called("scancel")) == (S.PAUSED, ["scancel --quiet 12"])
-    queue.table.change(job_id, lambda now: changed(now, S.QUEUED, queue.now, "resumed"))
+    queue.table.change(job_id, lambda now: with_state(now, S.QUEUED, queue.now, "resumed"))
     queue.slurm(job_id, "COMPLETING")
     queue.run_once()
     queue.slurm(job_id, "CANCELLED")
@@ -525,8 +525,9 @@ def test_a_person_s_training_fails_when_slurm_takes_its_nodes(queue: SlurmQueue)
         ("REQUEUE_HOLD", True, "waiting"), ("SUSPENDED", True, "waiting"),
         ("RUNNING", True, "granted"), ("CANCELLED", True, "cancelled"), ("FAILED", True, "failed"),
         ("RUNNING", False, "granted"), ("COMPLETING", False, "granted"),
-        ("SUSPENDED", False, "taken"), ("REQUEUED", False, "taken"), ("TIMEOUT", False, "taken"),
-        ("OUT_OF_MEMORY", False, "taken"), ("CANCELLED", False, "cancelled"),
+        ("SUSPENDED", False, "revoked"), ("REQUEUED", False, "revoked"),
+        ("TIMEOUT", False, "revoked"),
+        ("OUT_OF_MEMORY", False, "revoked"), ("CANCELLED", False, "cancelled"),
     ],
 )  # fmt: skip
 def test_each_state_of_slurm_means_one_thing(
@@ -544,7 +545,7 @@ def test_each_state_of_slurm_means_one_thing(
 
 def test_a_job_that_moved_to_other_nodes_between_two_looks_was_taken() -> None:
     moved = SlurmJob(job_id="7", state="RUNNING", nodes=("n2", "n3"))
-    assert slurm.held_standing(moved, {"n1": 2, "n2": 2}).phase == "taken"
+    assert slurm.held_standing(moved, {"n1": 2, "n2": 2}).phase == "revoked"
 
 
 @pytest.mark.parametrize(
@@ -890,7 +891,7 @@ def test_a_group_waits_with_kueues_reason_runs_and_is_evicted(tmp_path: Path) ->
     assert (away.phase, away.placement) == ("waiting", None)
     assert kubernetes.held_standing(running, {"n1": 2, "n2": 2}).phase == "granted"
     running[0]["metadata"]["deletionTimestamp"] = "2026-11-27T21:00:00Z"
-    assert kubernetes.held_standing(running, {"n1": 2, "n2": 2}).phase == "taken"
+    assert kubernetes.held_standing(running, {"n1": 2, "n2": 2}).phase == "revoked"
 
 
 KUBECTL = """#!/usr/bin/env python3

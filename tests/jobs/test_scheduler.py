@@ -13,7 +13,7 @@ import pytest
 
 from paceline.config import Profile, load_profile
 from paceline.errors import Conflict, InvalidInput, NotFound, ServiceUnavailable
-from paceline.jobs import NEXT, JobScheduler, JobTable, changed, hosts_of, parameters_of
+from paceline.jobs import NEXT, JobScheduler, JobTable, hosts_of, parameters_of, with_state
 from paceline.schemas import (
     Accelerator,
     FlowRunView,
@@ -200,7 +200,9 @@ class Queue:
 
     def ask(self, job_id: str, wanted: str, state: JobState) -> None:
         """A person pauses or cancels it."""
-        self.table.change(job_id, lambda job: changed(job, state, self.now, wanted, wanted=wanted))
+        self.table.change(
+            job_id, lambda job: with_state(job, state, self.now, wanted, wanted=wanted)
+        )
 
 
 @pytest.fixture
@@ -686,7 +688,7 @@ def test_pause_saves_the_job_and_resume_goes_on_on_any_nodes(queue: Queue) -> No
     other = queue.submit(3)
     queue.run_once(2)
     assert queue.state(other) is S.STARTING
-    queue.table.change(job_id, lambda job: changed(job, S.QUEUED, queue.now))
+    queue.table.change(job_id, lambda job: with_state(job, S.QUEUED, queue.now))
     queue.ends(other, "COMPLETED")
     queue.run_once(2)
     assert queue.state(job_id) is S.STARTING
@@ -711,7 +713,7 @@ def test_checkpoints_of_an_earlier_run_stay_until_the_next_saves_its_own(queue: 
     queue.report(job_id, outcome="cancelled")
     queue.run_once()
     assert "resumes at step 40" in queue.job(job_id).reason
-    queue.table.change(job_id, lambda job: changed(job, S.QUEUED, queue.now))
+    queue.table.change(job_id, lambda job: with_state(job, S.QUEUED, queue.now))
     queue.run_once(2)
     newer = first.model_copy(update={"step": 60})
     queue.report(job_id, step=61, steps=100, checkpoints=(newer,))
@@ -894,7 +896,7 @@ def test_an_adopted_flow_that_dies_while_paused_fails_with_what_to_do(
     mine = queue.add(spec, adopted=True, flow_run_id="by-hand", attempt=1).job_id
     queue.report(mine, waits=True)
     queue.table.change(
-        mine, lambda job: changed(job, S.PAUSED, queue.now, "pause requested by ada")
+        mine, lambda job: with_state(job, S.PAUSED, queue.now, "pause requested by ada")
     )
     for _ in range(40):
         queue.report(mine, waits=True)
@@ -999,11 +1001,11 @@ def test_changes_that_may_not_follow_are_refused(queue: Queue, state: JobState) 
     job = queue.job(queue.submit(2)).model_copy(update={"state": state})
     for following in S:
         if following in NEXT[state]:
-            made = changed(job, following, 1.0)
+            made = with_state(job, following, 1.0)
             assert (made.state, made.history[-1].state) == (following, following)
         else:
             with pytest.raises(Conflict, match=f"is {state} cannot become {following}"):
-                changed(job, following, 1.0)
+                with_state(job, following, 1.0)
     assert bool(NEXT[state]) is not state.is_final
     if state.waits or state.holds_hosts:
         assert NEXT[state] & {S.CANCELLED, S.CANCELLING}, "it can be cancelled"
@@ -1079,7 +1081,7 @@ def test_a_job_resumes_on_the_kind_that_it_began_on() -> None:
     queue.lead()
     assert (queue.state(job_id), queue.job(job_id).kind) == (S.PAUSED, kind)
     queue.store.workers = [worker("x-0", 8, "NVIDIA L4"), worker("y-0", 8, kind, capacity="spot")]
-    queue.table.change(job_id, lambda job: changed(job, S.QUEUED, queue.now))
+    queue.table.change(job_id, lambda job: with_state(job, S.QUEUED, queue.now))
     queue.run_once()
     assert queue.job(job_id).placement is not None
     assert set(queue.job(job_id).placement.hosts) == {"y-0"}  # type: ignore[union-attr]

@@ -172,13 +172,13 @@ def test_a_node_that_falls_silent_is_lost_and_ended(nodes: Nodes) -> None:
 
 @pytest.mark.parametrize("order", ["start", "store"])
 def test_a_node_that_takes_no_order_is_the_one_that_is_lost(nodes: Nodes, order: str) -> None:
-    faulty = "b" if order == "start" else "a"
-    nodes.deaf[faulty] = order
+    guilty = "b" if order == "start" else "a"
+    nodes.deaf[guilty] = order
     gangs = GangSupervisor(nodes, Deadlines())
     found = run(gangs)
-    assert (found.failed_worker, found.lost) == (faulty, {faulty})
+    assert (found.failed_worker, found.lost) == (guilty, {guilty})
     assert "does not read" in found.reason
-    assert nodes.dropped == [faulty], "nothing goes on there unseen"
+    assert nodes.dropped == [guilty], "nothing goes on there unseen"
     assert nodes.running == {}, "the whole gang or none of it"
     nodes.deaf.clear()
     nodes.later(2.0, both_end(nodes))
@@ -262,7 +262,7 @@ READING = 'File "/home/user/task.py", line 7 in inputs'
     [(REDUCING, READING, 1), (READING, REDUCING, 0), (REDUCING, REDUCING, 0)],
 )
 def test_of_ranks_that_look_alike_the_one_outside_a_collective_hung(
-    nodes: Nodes, first: str, second: str, faulty: int
+    nodes: Nodes, first: str, second: str, guilty: int
 ) -> None:
     def stacks(top: str) -> str:
         others = (
@@ -287,8 +287,8 @@ def test_of_ranks_that_look_alike_the_one_outside_a_collective_hung(
     )
     found = run(GangSupervisor(nodes, Deadlines(checkpoint_s=20.0)))
     assert found.hung
-    assert found.failed_rank == faulty
-    assert f"rank {faulty}" in found.reason and "phase 'evaluating' at step 4" in found.reason
+    assert found.failed_rank == guilty
+    assert f"rank {guilty}" in found.reason and "phase 'evaluating' at step 4" in found.reason
 
 
 def test_a_cancel_is_over_long_before_its_caller_kills_us(nodes: Nodes) -> None:

@@ -43,7 +43,6 @@ from paceline.jobs import (
     RecentCosts,
     Request,
     budget_reason,
-    changed,
     engine_of,
     estimate_like,
     estimate_submitted,
@@ -53,6 +52,7 @@ from paceline.jobs import (
     require_permitted,
     require_prices,
     training_costs,
+    with_state,
 )
 from paceline.relay import allowed_source, fetch_allowed_manifest
 from paceline.schemas import (
@@ -221,7 +221,7 @@ def _add_changing(
                     where=job_id,
                     do=f"`paceline jobs resume {job_id} --budget AMOUNT`, 0 for none.",
                 )
-            return changed(job, JobState.QUEUED, time.time(), "resumed", current_caller().name)
+            return with_state(job, JobState.QUEUED, time.time(), "resumed", current_caller().name)
 
         return shown(change(job_id, make))
 
@@ -258,7 +258,7 @@ def _add_changing(
             word = "accepted" if call.accepted else "rejected"
             state = JobState.SUCCEEDED if call.accepted else JobState.FAILED
             why = f"{word} by {current_caller().name}" + (f": {call.reason}" if call.reason else "")
-            return changed(job, state, time.time(), why, current_caller().name)
+            return with_state(job, state, time.time(), why, current_caller().name)
 
         return shown(change(job_id, make))
 
@@ -268,12 +268,12 @@ def _ended_by(job: TrainingJob, wanted: str, at_once: JobState, ending: JobState
     who, now = current_caller().name, time.time()
     reason = f"{wanted} requested by {who}"
     if job.state.waits or job.state is JobState.PAUSED:
-        return changed(job, at_once, now, reason, who)
+        return with_state(job, at_once, now, reason, who)
     if job.state is JobState.ADMITTED and not job.adopted:
-        return changed(job, at_once, now, reason, who)
+        return with_state(job, at_once, now, reason, who)
     if job.state is ending:  # it yields, and is to stay away
         return job.model_copy(update={"wanted": wanted, "reason": reason})
-    return changed(job, ending, now, reason, who, wanted=wanted)
+    return with_state(job, ending, now, reason, who, wanted=wanted)
 
 
 def _is_resumed(job: TrainingJob) -> bool:

@@ -71,15 +71,15 @@ def choose_victims(
         useful = (-min(each.gain, need), each.gain)
         return (each.priority, each.lost_slot_s, each.covered, *useful, each.jobs)
 
-    taken = []
+    chosen = []
     for each in sorted(candidates, key=order):
         if (need > 0 and each.gain) or (release > 0 and each.release):
-            taken.append(each)
+            chosen.append(each)
             need, release = need - each.gain, release - each.release
     if need > 0 or release > 0:
         return None
-    for each in taken[::-1]:
+    for each in chosen[::-1]:
         if need + each.gain <= 0 and release + each.release <= 0:
-            taken.remove(each)
+            chosen.remove(each)
             need, release = need + each.gain, release + each.release
-    return taken
+    return chosen

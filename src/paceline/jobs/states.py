@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline.client import raised
 from paceline.errors import Conflict, TemporaryError, WorkerLost
-from paceline.jobs.usage import ended, is_held
+from paceline.jobs.usage import end_usage, is_held
 from paceline.schemas import KEPT_CHANGES, JobChange, JobState, LossCause, TrainingJob
 
 _S = JobState
@@ -30,21 +30,21 @@ NEXT: dict[JobState, set[JobState]] = {
 }
 
 
-def changed(
+def with_state(
     job: TrainingJob,
     state: JobState,
     at: float,
     reason: str = "",
     by: str = "",
     cause: LossCause = "",
-    untaken: bool = False,
+    no_worker: bool = False,
     **fields: Any,
 ) -> TrainingJob:
     """Return ``job`` in ``state``, with the change in its history; raises Conflict where it may not
     follow the present one.
 
     A job that no longer holds hosts has no placement, and one that waits no flow run; the time of
-    its attempt is then in its usage. ``cause``: why the attempt was lost; ``untaken``: no Prefect
+    its attempt is then in its usage. ``cause``: why the attempt was lost; ``no_worker``: no Prefect
     worker took its flow run.
     """
     if state not in NEXT[job.state]:
@@ -55,7 +55,7 @@ def changed(
             where=job.job_id,
         )
     # A flow run that is ended in Prefect where that is still to be done.
-    lost = (job.flow_run_id or "") if cause == "lost-flow" or untaken else ""
+    lost = (job.flow_run_id or "") if cause == "lost-flow" or no_worker else ""
     change = JobChange(
         state=state, at=at, reason=reason[:500], by=by, cause=cause, flow_run_id=lost
     )
@@ -68,7 +68,7 @@ def changed(
     if not state.holds_hosts:
         update["placement"] = None
         if is_held(job):
-            update["usage"] = ended(job, state, at, cause)
+            update["usage"] = end_usage(job, state, at, cause)
     if state.waits or state is JobState.PAUSED:
         update["wanted"] = "run"
         if not job.state.waits:  # its flow run has ended; an adopted one that waits goes on
@@ -80,7 +80,7 @@ def changed(
     return job.model_copy(update=update | fields)
 
 
-def abandoned(job: TrainingJob, flow_run_id: str, at: float) -> TrainingJob:
+def with_abandoned_run(job: TrainingJob, flow_run_id: str, at: float) -> TrainingJob:
     """Return ``job``, which was paused or cancelled while this flow run was made for it, with the
     flow run in its history as one to end in Prefect, and as an attempt: the next one is another.
     """
@@ -123,7 +123,7 @@ def cause_of(message: str) -> LossCause:
     return "node" if issubclass(kind, WorkerLost) else "passing-failure"
 
 
-def warned(job: TrainingJob, why: str, at: float) -> TrainingJob:
+def with_budget_warning(job: TrainingJob, why: str, at: float) -> TrainingJob:
     """Return ``job`` with a warning that its budget is nearly spent, or cannot be counted."""
     change = JobChange(state=job.state, at=at, reason=why[:500])
     update = {"reason": why[:500], "history": _history(job, change), "budget_warned": True}

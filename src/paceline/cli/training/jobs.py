@@ -25,19 +25,19 @@ from paceline.cli.options import (
     next_line,
     notice,
     optimizer_option,
-    or_last,
+    or_newest_made,
     project_option,
     purpose_option,
     remember,
+    resolve_job_id,
+    resolve_training_id,
     settings_option,
     show,
     show_table,
     state_option,
-    whole_job_id,
-    whole_training_id,
 )
 from paceline.client import (
-    AWAY_S,
+    OUTAGE_S,
     POLL_S,
     CoordinatorClient,
     job_spec,
@@ -121,14 +121,14 @@ def submit(
 
     Its gang gets all its nodes at once or waits; the nodes get the version first.
     """
-    snapshot, parameters = or_last(snapshot, "url", state), job_settings(overrides)
+    snapshot, parameters = or_newest_made(snapshot, "url", state), job_settings(overrides)
     if steps is not None:
         parameters["training.steps"] = steps
     fields = given | ({"team": team} if team else {})
     runtime = find_installation(state)
     client = CoordinatorClient.of(runtime)
-    continued = or_last(fields["continue_from"], "job_id", state)
-    fields["continue_from"] = whole_training_id(client, continued)
+    continued = or_newest_made(fields["continue_from"], "job_id", state)
+    fields["continue_from"] = resolve_training_id(client, continued)
     spec = job_spec(
         {
             "model_id": model_id,
@@ -211,7 +211,7 @@ def list_jobs(
 def show_job(job: str, state: Path | None, as_json: bool) -> int:
     """Show JOB: its state and why, progress, checkpoints, ranks, and what happened."""
     client = _client(state)
-    view = client.job(whole_job_id(client, job))
+    view = client.job(resolve_job_id(client, job))
     _print(view, as_json, *_lines(view))
     return 0
 
@@ -232,7 +232,7 @@ def logs(
     if follow and (attempt or tail):
         raise click.UsageError("--follow shows the whole log: leave out --attempt and --tail.")
     client = _client(state)
-    job_id = whole_job_id(client, job)
+    job_id = resolve_job_id(client, job)
     if follow:
         return _followed_by_program(client, job_id) if as_json else _followed(client, job_id)
     after = 0
@@ -253,7 +253,7 @@ def logs(
 def _changing(what: Any, text: str, *options: Callable[..., Any]) -> None:
     def change(job: str, state: Path | None, as_json: bool, budget: float | None = None) -> int:
         client = _client(state)
-        made = client.change_job(whole_job_id(client, job), what, budget=budget)
+        made = client.change_job(resolve_job_id(client, job), what, budget=budget)
         _print(made, as_json, f"{made.job.job_id}: {made.job.state}")
         return 0
 
@@ -282,7 +282,7 @@ def review(job: str, reject: bool, reason: str, state: Path | None, as_json: boo
     """Accept (or reject) JOB, which passed bad data over; needs a token of scope approve."""
     client = _client(state)
     made = client.review_job(
-        whole_job_id(client, job), ReviewJob(accepted=not reject, reason=reason)
+        resolve_job_id(client, job), ReviewJob(accepted=not reject, reason=reason)
     )
     _print(made, as_json, f"{made.job.job_id}: {made.job.state}")
     return 0
@@ -339,14 +339,14 @@ def _until_ended(
     """Return the job once it has ended; meanwhile pass on its log and changes of its state."""
     flow_run, attempt, after, said = None, 0, 0, None
     while True:
-        view = retry(lambda: client.job(job_id), AWAY_S, notice)
+        view = retry(lambda: client.job(job_id), OUTAGE_S, notice)
         job = view.job
         if (job.state, job.reason) != said:
             on_state(job)
         said = job.state, job.reason
         if job.flow_run_id and job.flow_run_id != flow_run:
             flow_run, attempt, after = job.flow_run_id, job.attempt, 0
-        found = retry(lambda: client.job_log(job_id, after, attempt=attempt), AWAY_S, notice)  # noqa: B023
+        found = retry(lambda: client.job_log(job_id, after, attempt=attempt), OUTAGE_S, notice)  # noqa: B023
         for each in found.lines:
             on_line(each)
         after = found.after

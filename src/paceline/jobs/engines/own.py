@@ -48,7 +48,7 @@ class OwnAdmission:
             for job_id, placed in made.admitted.items()
         }
         taken = {
-            job_id: Standing(phase="taken", reason=why) for job_id, why in made.preempted.items()
+            job_id: Standing(phase="revoked", reason=why) for job_id, why in made.preempted.items()
         }
         return granted | taken
 

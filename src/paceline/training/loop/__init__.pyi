@@ -71,8 +71,8 @@ from .starting_state import (
 )
 from .step_guard import (
     BadStep as BadStep,
+    StepDecision as StepDecision,
     StepGuard as StepGuard,
-    Verdict as Verdict,
 )
 from .workload import (
     HasLogits as HasLogits,

@@ -225,7 +225,7 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
                 its, mesh, lambda: events.phase("evaluating"), average.applied
             ),
             guard=StepGuard(settings.guard, bad=len(job.skip_batches)),
-            numbers=setup.metrics_of(its, parallel, group, device, place.rank, events),
+            step_metrics=setup.metrics_of(its, parallel, group, device, place.rank, events),
             on_step=step_reporter,
             should_stop=stop,
         )

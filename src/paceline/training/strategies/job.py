@@ -40,11 +40,11 @@ from paceline.training.loop import (
     QuarantineReporter,
     RankContext,
     RankIdentity,
+    StepDecision,
     StepGuard,
     StepReport,
     StepReporter,
     StopFlag,
-    Verdict,
     checkpointer_of,
     device_of,
     evaluator_of,
@@ -107,8 +107,8 @@ class JobPolicy:
         if not report.tokens:  # every sample of it is in quarantine
             return False
         loss, step = report.loss if math.isfinite(norm) else math.nan, self.progress.step
-        verdict = self.guard.judge(step=step, batch=report.batch, loss=loss, norm=norm)
-        if verdict is not Verdict.TAKE:
+        decision = self.guard.decide(step=step, batch=report.batch, loss=loss, norm=norm)
+        if decision is not StepDecision.APPLY:
             return False
         if self._due and self._saver is not None:
             position = position_of(self._ledger, self.workers)
@@ -187,7 +187,7 @@ class JobPolicy:
                 loss=progress.loss if progress.loss is not None else math.nan,
                 grad_norm=sums["norm"] if taken else math.nan,
                 learning_rate=self._rate(version),
-                taken=taken > 0,
+                applied=taken > 0,
                 figures=figures,
             )
         )
