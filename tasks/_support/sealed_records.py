@@ -1,4 +1,4 @@
-"""Results that a later decision rests on: recorded by the stage that made them, found by digest.
+"""Reports, trainings and scores that the gate reads later: stored with a seal, found by digest.
 
 A record lies at ``<bucket>/records/KIND/DIGEST.json`` (a score: under the digest of what it follows
 from, which is in it) beside its seal, an HMAC over kind and the record's digest under a key that

@@ -3,9 +3,9 @@
 Four threads. One campaigns and, while this replica leads, checks its lease (by a clock that also
 runs during suspend) and its tick thread: a leader whose ticks are late steps down so that another
 can lead. One follows the store while another replica leads. One ticks, and one shares progress
-with standbys. A process that was frozen
-past its lease wakes as a standby, because every call checks ``Coordinator.term`` first. It decides
-nothing about deployments; HTTP is in ``paceline.api``.
+with standbys. A process that was frozen past its lease wakes as a standby, because every call
+checks ``Coordinator.term`` first; what it still writes is refused by the store (``stores``). It
+decides nothing about deployments; HTTP is in ``paceline.api``.
 """
 
 from __future__ import annotations

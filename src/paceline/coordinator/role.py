@@ -1,4 +1,4 @@
-"""Which replica leads, as this replica last read it: itself, another, or none that is current.
+"""Which replica leads, by this replica's last read of the store: itself, another, or none.
 
 Calls read it without a lock; ``coordinator`` changes it while it holds its lock. No I/O.
 """
@@ -14,7 +14,10 @@ STALE_READ_S = 10.0  # a standby that has not read the store for this long refus
 
 
 class Role:
-    """``is_leading`` is the store's local lease check; ``monotonic`` is the process's clock."""
+    """This replica's term, or the leader that it read last.
+
+    ``is_leading`` is the store's local lease check; ``monotonic`` is the process's clock.
+    """
 
     def __init__(self, is_leading: Callable[[Term], bool], monotonic: Callable[[], float]) -> None:
         self._is_leading, self._monotonic = is_leading, monotonic
@@ -73,7 +76,7 @@ class Role:
         if self.is_cut_off:
             raise ServiceUnavailable(
                 "this replica is cut off from the store and may be out of date",
-                wanted=f"news of it within {STALE_READ_S:.0f} s",
+                wanted=f"a read of it within {STALE_READ_S:.0f} s",
                 where=where,
                 do="Ask another replica.",
             )

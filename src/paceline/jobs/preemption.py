@@ -48,7 +48,8 @@ class Candidate:
 
 
 def cost(victims: Sequence[Candidate]) -> tuple[object, ...]:
-    """Return what sets of victims are compared by: the highest priority, the work lost, ..."""
+    """Return a sort key of a set of victims: highest priority, lost work, covered gangs, gangs,
+    ids."""
     return (
         max(victim.priority for victim in victims),
         sum(victim.lost_slot_s for victim in victims),

@@ -317,10 +317,10 @@ class JobScheduler(RepeatedTask):
         workers = self._coordinator.read(lambda state: state.fleet.workers())
         hosts = hosts_of(workers, self._profile.training)
         requests = [
-            started
+            request
             for each in waiting
             if not self._stop.is_set()  # another replica may lead, and requests it, too
-            if (started := self._request(each, hosts)) is not None
+            if (request := self._request(each, hosts)) is not None
         ]
         running = [
             self._reservation(each, self._gang_of(each, hosts))

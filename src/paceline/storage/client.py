@@ -170,10 +170,10 @@ def _adding(parameters: dict[str, Any]) -> Callable[..., dict[str, Any]]:
 
 
 class _CredentialRenewal:
-    """Reads temporary credentials again that a server refuses; repeats the request if they changed.
+    """Reloads temporary credentials that a server refuses, and repeats the request if they changed.
 
-    For credentials that something else renews in a file (a login, a sidecar): botocore itself
-    reads such a file only once. A refused HEAD has no body, so the status alone must do.
+    For credentials that another program renews in a file (a login, a sidecar): botocore itself
+    reads such a file only once. Only the status is tested, because a refused HEAD has no body.
     """
 
     def __init__(self, client: Any, profile: str) -> None:
@@ -182,7 +182,7 @@ class _CredentialRenewal:
         self._thread = threading.local()
 
     def remember_token(self, request: Any, **_: Any) -> None:
-        """Keep the token of this thread's request: another thread may renew it meanwhile."""
+        """Record the token of this thread's request: another thread may renew it meanwhile."""
         token = request.headers.get("X-Amz-Security-Token", b"")
         self._thread.token = token.decode() if isinstance(token, bytes) else token
 

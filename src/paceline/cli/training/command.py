@@ -1,6 +1,7 @@
-"""`paceline train`: train on this machine, without any server; the same command resumes.
+"""`paceline train` trains on this machine without any server; `paceline training start` on a fleet.
 
-`paceline training start` runs the flow `train-model` on a running installation instead.
+`paceline train` resumes when it is repeated. `paceline training start` runs the flow `train-model`
+on a running installation (``cli.flows.FlowCall``, `flows/train.py`).
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ from paceline.jobs import compared, money, range_text
 from paceline.schemas import (
     JobLogShown,
     JobOutcome,
+    JobReport,
     JobShown,
     JobsShown,
     JobState,
@@ -381,6 +382,40 @@ def _requested(spec: SubmitJob) -> list[str]:
     return lines
 
 
+def _report_lines(job: TrainingJob, report: JobReport) -> list[str]:
+    """Return what the job's flow reported last."""
+    rate = report.metrics.get("tokens_per_second")
+    speed = f", {rate:,.0f} tokens/s" if rate else ""
+    lines = [f"  progress    step {_progress(job) or report.step}{speed}"]
+    if report.read_bytes is not None:
+        kept = sum(each.bytes for each in report.checkpoints)
+        lines.append(
+            f"  store       {size(report.read_bytes)} read, "
+            f"{size(report.written_bytes or 0)} written, {size(kept)} kept as checkpoints"
+        )
+    if report.training_id:
+        lines.append(f"  training    {report.training_id}")
+    if report.report_digest:
+        bits = report.metrics.get("evaluation_bits_per_byte")
+        figure = "" if bits is None else f"{bits:.4f} bits per byte; "
+        by = f"paceline promote {job.spec.model_id} --report {report.training_id}"
+        lines.append(f"  judged      {figure}next: {by}")
+    lines += [
+        f"  checkpoint  step {each.step}, {moment(each.created_at)}, {each.object_ref}"
+        for each in report.checkpoints[-3:]
+    ]
+    lines += [
+        f"  rank {each.rank:<6} {each.host}, {each.state}, at {moment(each.last_heartbeat)}"
+        for each in report.workers
+    ]
+    lines += [
+        f"  early ends  {host}: {', '.join(f'{n} {kind}' for kind, n in sorted(kinds.items()))}"
+        for host, kinds in sorted(report.failures.items())
+    ]
+    lines += [f"  note        {each}" for each in report.notes[-5:]]
+    return lines
+
+
 def _lines(view: JobView) -> list[str]:
     job, report = view.job, view.job.report
 
@@ -409,35 +444,7 @@ def _lines(view: JobView) -> list[str]:
         where = "over the fleet" if level == "fleet" else f"in one {level}"
         lines.append(f"  nodes       {hosts}, {where}, score {job.placement.score:.2f}")
     if report is not None:
-        rate = report.metrics.get("tokens_per_second")
-        speed = f", {rate:,.0f} tokens/s" if rate else ""
-        lines.append(f"  progress    step {_progress(job) or report.step}{speed}")
-        if report.read_bytes is not None:
-            kept = sum(each.bytes for each in report.checkpoints)
-            lines.append(
-                f"  store       {size(report.read_bytes)} read, "
-                f"{size(report.written_bytes or 0)} written, {size(kept)} kept as checkpoints"
-            )
-        if report.training_id:
-            lines.append(f"  training    {report.training_id}")
-        if report.report_digest:
-            bits = report.metrics.get("evaluation_bits_per_byte")
-            figure = "" if bits is None else f"{bits:.4f} bits per byte; "
-            by = f"paceline promote {spec.model_id} --report {report.training_id}"
-            lines.append(f"  judged      {figure}next: {by}")
-        lines += [
-            f"  checkpoint  step {each.step}, {moment(each.created_at)}, {each.object_ref}"
-            for each in report.checkpoints[-3:]
-        ]
-        lines += [
-            f"  rank {each.rank:<6} {each.host}, {each.state}, at {moment(each.last_heartbeat)}"
-            for each in report.workers
-        ]
-        lines += [
-            f"  early ends  {host}: {', '.join(f'{n} {kind}' for kind, n in sorted(kinds.items()))}"
-            for host, kinds in sorted(report.failures.items())
-        ]
-        lines += [f"  note        {each}" for each in report.notes[-5:]]
+        lines += _report_lines(job, report)
     if view.same_submission:
         lines.append(f"  same as     {', '.join(view.same_submission)}: they share one training")
     lines += [f"  {name:<11} {url}" for name, url in view.pages.items()]

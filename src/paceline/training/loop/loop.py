@@ -1,4 +1,4 @@
-"""The training loop: batch, split, accumulate, clip, all-reduce, judge, save, step, report.
+"""The training loop: batch, split, accumulate, clip, all-reduce, check, save, step, report.
 
 It does not depend on a layout, model or file format: ``Parallel`` distributes the work, a
 ``Workload`` defines the task, a ``Checkpointer`` stores states. Randomness is a pure function of

@@ -1,10 +1,11 @@
 """Detection of bad steps (not finite, or a loss far above the recent median), and early stopping.
 
 ``StepGuard`` checks the global loss and gradient norm of each step BEFORE the optimiser uses them.
-The values are the same on every rank, so all ranks decide alike without communication: take, skip
-(weights unchanged), roll back (``BadStep``: resume the last healthy checkpoint and skip this batch)
-or stop. The number of bad steps is bounded. ``EarlyStopping`` ends a training whose held-out loss
-no longer falls. Pure; imports no torch, reads no clock.
+The values are the same on every rank, so all ranks decide alike without communication: apply, skip
+(weights unchanged), roll back (``BadStep``: the launcher's driver ends the attempt, and the next
+one resumes the last healthy checkpoint and skips this batch) or stop. The number of bad steps is
+bounded. ``EarlyStopping`` ends a training whose held-out loss no longer falls. Pure; imports no
+torch, reads no clock.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _bad_step(step: int, batch: int, reason: Reason, loss: float, norm: float) -
 
 
 class StepDecision(Enum):
-    """Whether the loop applies or skips a step."""
+    """Whether the optimiser applies a step or the loop skips it."""
 
     APPLY = "take"
     SKIP = "skip"
@@ -156,11 +157,8 @@ def spike_limit(recent: Iterable[float], settings: GuardSettings) -> float:
     return max(settings.spike_factor * middle, middle + SPIKE_DEVIATIONS * spread)
 
 
-if TYPE_CHECKING:
-    from paceline.training.loop.loop import Progress
-
 STATE = "early_stopping"  # key in a checkpoint's extra state
-# A continuation with other ones counts anew.
+# The count starts at 0 again where a continued training has another value of one of these settings.
 _COUNTING_SETTINGS = {
     "steps",
     "learning_rate",
