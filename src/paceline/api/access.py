@@ -268,6 +268,36 @@ def make_access_router(
     """Return the routes for tokens, joining and the audit history."""
     router = APIRouter()
 
+    _add_tokens(router, coordinator, admission, authenticator)
+    _add_history(router, coordinator)
+
+    @router.post("/workers/join", tags=["access"])
+    def join_worker(call: JoinWorker) -> WorkerIdentity:
+        """Spend a join token and return a worker's certificate and token.
+
+        The call may be repeated with the same key until the join token expires.
+        """
+        return admission.admit(call)
+
+    @router.post("/workers/renew", tags=["access"])
+    def renew_worker(call: JoinWorker) -> WorkerIdentity:
+        """Return a worker's next token and certificate, before the current ones expire."""
+        return admission.admit(call)
+
+    @router.get("/ca.pem", tags=["access"], response_class=Response)
+    def get_authority() -> Response:
+        """Return the authority's certificate, which is public."""
+        return Response(admission.ca_pem(), media_type="application/x-pem-file")
+
+    return router
+
+
+def _add_tokens(
+    router: APIRouter,
+    coordinator: Coordinator,
+    admission: IdentityIssuer,
+    authenticator: Authenticator,
+) -> None:
     def issue(call: CreateToken | CreateJoinToken, ca_sha256: str | None) -> CreatedToken:
         # A join token carries the fingerprint; of others callers get it beside the token.
         drawn = new_token(ca_sha256 if isinstance(call, CreateJoinToken) else None)
@@ -307,19 +337,8 @@ def make_access_router(
         assert isinstance(answer, Success)
         return answer
 
-    @router.post("/workers/join", tags=["access"])
-    def join_worker(call: JoinWorker) -> WorkerIdentity:
-        """Spend a join token and return a worker's certificate and token.
 
-        The call may be repeated with the same key until the join token expires.
-        """
-        return admission.admit(call)
-
-    @router.post("/workers/renew", tags=["access"])
-    def renew_worker(call: JoinWorker) -> WorkerIdentity:
-        """Return a worker's next token and certificate, before the current ones expire."""
-        return admission.admit(call)
-
+def _add_history(router: APIRouter, coordinator: Coordinator) -> None:
     @router.get("/audit", tags=["access"])
     def get_audit(
         after: Number = 0,
@@ -346,13 +365,6 @@ def make_access_router(
         )
         rows = coordinator.history(asked)
         return EventList(events=tuple(rows), last=max((e.seq for e in rows), default=after or 0))
-
-    @router.get("/ca.pem", tags=["access"], response_class=Response)
-    def get_authority() -> Response:
-        """Return the authority's certificate, which is public."""
-        return Response(admission.ca_pem(), media_type="application/x-pem-file")
-
-    return router
 
 
 MOST_RULES = 1000
