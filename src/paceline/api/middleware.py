@@ -351,7 +351,7 @@ def _leader_location(leader: Term, scope: Scope) -> str:
 def _no_leader() -> NotLeading:
     return NotLeading(
         "this replica does not lead",
-        got="nobody is known to lead now",
+        got="no replica is known to lead now",
         do="Call again in a second, or another replica.",
     )
 

@@ -285,10 +285,10 @@ class Simulation:
         It is listed first, because a report may not have room for all violations.
         """
         read = sum(host.origin_bytes for host in self.streams.hosts.values())
-        fuse = origin_cap_bytes(self.manifest.total_size)
-        if read <= fuse or self.scenario.topology is Topology.DIRECT:
+        cap_bytes = origin_cap_bytes(self.manifest.total_size)
+        if read <= cap_bytes or self.scenario.topology is Topology.DIRECT:
             return []
-        return [f"I6 {read:.0f} bytes read from the origin, at most {fuse} may be"]
+        return [f"I6 {read:.0f} bytes read from the origin, at most {cap_bytes} may be"]
 
     def _unfinished(self) -> list[str]:
         """Wait for the coordinator's final status; return a violation where it is not complete."""

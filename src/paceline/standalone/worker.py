@@ -100,7 +100,7 @@ class Worker:
                 port=request.first_port + number if request.first_port else 0,
                 link_mbit=request.link_mbit,
                 seed=number,
-                readings=self._counts,
+                origin_reads=self._counts,
                 on_change=self._report_now,
             )
         except BaseException:
