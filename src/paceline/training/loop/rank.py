@@ -160,12 +160,12 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
     settings = job.settings
     environment = current_environment(settings.threads_per_rank)
     with contextlib.ExitStack() as stack:
-        its = load(job, place.worker_id, place.rank)
-        stack.enter_context(its.cache)
+        rank_context = load(job, place.worker_id, place.rank)
+        stack.enter_context(rank_context.cache)
         if is_asynchronous(settings):
             from paceline.training.strategies import run_role
 
-            return run_role(its, place, events, stop)
+            return run_role(rank_context, place, events, stop)
         events.set_phase("joining")
         # Longer than any step: the launcher detects and names a hung rank first, and a rank that
         # verifies a checkpoint more slowly than the others does not time out.
@@ -173,39 +173,39 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
         group = stack.enter_context(join_gang(place, limit_s))
         device = setup.exclusive_device()
         mesh = open_mesh(MeshSpec.of(settings.mesh, place.world_size), device.type)
-        parallel, follow = setup.parallelise_model(its, mesh)
-        optimizer, average = setup.optimizer_of(its, parallel)
+        parallel, follow = setup.parallelise_model(rank_context, mesh)
+        optimizer, average = setup.optimizer_of(rank_context, parallel)
 
         state = TrainState(
             parallel.modules,
             optimizer,
             group,
             mesh,
-            keeps=stateful_of(parallel, its.workload),
+            keeps=stateful_of(parallel, rank_context.workload),
             averages=average.values,
-            without_frozen=its.adapters is not None,
+            without_frozen=rank_context.adapters is not None,
         )
         events.set_phase("resuming")
-        progress, position = setup.restore_checkpoint(its, state, events)
+        progress, position = setup.restore_checkpoint(rank_context, state, events)
         state.extra = progress.extra
         if state.without_frozen:
             state.extra["base_manifest_digest"] = job.manifest_digest
         resumed_from = progress.step
         follow(optimizer, progress.step)
-        exporter = stack.enter_context(setup.exporter_of(its, place.rank))
+        exporter = stack.enter_context(setup.exporter_of(rank_context, place.rank))
         events.emit(
             "resumed",
             progress.step,
             position=position,
             metrics_port=exporter.port,
-            read_bytes=its.store.read_bytes,
+            read_bytes=rank_context.store.read_bytes,
         )
 
-        checkpointer = setup.checkpointer_of(its, state, environment)
+        checkpointer = setup.checkpointer_of(rank_context, state, environment)
         stack.callback(checkpointer.close)
-        stream = stack.enter_context(its.stream(mesh.data_rank, mesh.data_world, position))
+        stream = stack.enter_context(rank_context.stream(mesh.data_rank, mesh.data_world, position))
         step_reporter = StepReporter(
-            events, checkpointer, progress, place.rank, stream, exporter, its.store
+            events, checkpointer, progress, place.rank, stream, exporter, rank_context.store
         )
         stop.listening = True
         events.set_phase(
@@ -213,7 +213,7 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
         )  # slower: it builds buckets and fetches shards
         train(
             parallel,
-            its.workload,
+            rank_context.workload,
             optimizer,
             stream,
             settings,
@@ -222,10 +222,12 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
             device=device,
             saver=checkpointer,
             evaluator=setup.evaluator_of(
-                its, mesh, lambda: events.phase("evaluating"), average.applied
+                rank_context, mesh, lambda: events.phase("evaluating"), average.applied
             ),
             guard=StepGuard(settings.guard, bad=len(job.skip_batches)),
-            step_metrics=setup.metrics_of(its, parallel, group, device, place.rank, events),
+            step_metrics=setup.metrics_of(
+                rank_context, parallel, group, device, place.rank, events
+            ),
             on_step=step_reporter,
             should_stop=stop,
         )
@@ -240,10 +242,12 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
             return STOPPED_EXIT
 
         with events.phase("exporting"):
-            exported = setup.export_trained(its, state, progress, place.rank, average.applied)
+            exported = setup.export_trained(
+                rank_context, state, progress, place.rank, average.applied
+            )
         if place.rank == 0:
             done = setup.result_of(
-                its,
+                rank_context,
                 progress,
                 checkpointer,
                 resumed_from=resumed_from,

@@ -1,4 +1,4 @@
-"""After a spare stood in for a source that lives on, its readers go back to it, once."""
+"""After a spare replaced a source that is alive, its readers go back to it, once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The short way of a beat says what its route says, and leaves to the route what it cannot say."""
+"""Heartbeats by the short path get the answers of the route, which gets what that path refuses."""
 
 import asyncio
 import json
