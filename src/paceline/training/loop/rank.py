@@ -151,7 +151,7 @@ def _line() -> str:
 def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: StopFlag) -> int:
     """Train as rank ``place`` of ``job``; return the exit code."""
     from paceline.training.checkpoint import TrainState
-    from paceline.training.loop import rank_setup as setup
+    from paceline.training.loop import model_export, rank_setup as setup
     from paceline.training.loop.loop import average_replicas, train
     from paceline.training.loop.step_guard import StepGuard
     from paceline.training.parallel import MeshSpec, is_asynchronous, open_mesh
@@ -242,7 +242,7 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
             return STOPPED_EXIT
 
         with events.phase("exporting"):
-            exported = setup.export_trained(
+            exported = model_export.export_trained(
                 rank_context, state, progress, place.rank, average.applied
             )
         if place.rank == 0:
