@@ -52,7 +52,7 @@ def test_one_server_may_be_lost_and_no_other_rank(
 ) -> None:
     ranks = {rank: RankState(GangMember("abcd"[rank], rank)) for rank in range(4)}
     for rank, code in codes.items():
-        ranks[rank].over, ranks[rank].code = True, code
+        ranks[rank].has_ended, ranks[rank].code = True, code
     fault = ServedAttempt(GangSupervisor(Mock(), Deadlines()), ranks, 1, None)._loss()
     assert (fault is not None) == bool(reason)
     assert fault is None or reason in fault.what
