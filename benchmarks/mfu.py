@@ -147,7 +147,7 @@ def ours(case: Case) -> Iterator[None]:
                 Group(),
                 progress=Progress(),
                 device=case.device,
-                numbers=StepMetrics.of(
+                step_metrics=StepMetrics.of(
                     settings, parallel, Group(), case.device, config=case.config
                 ),
                 on_step=stepped,

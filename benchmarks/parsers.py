@@ -444,7 +444,7 @@ case("REST: StageRecord", body("StageRecord"), JSON_KINDS, 4 * MB)
 def token(text: bytes) -> object:
     from paceline.coordinator import TokenRegistry
 
-    return TokenRegistry().recognise(text.decode("latin-1"), 0.0)
+    return TokenRegistry().authenticate(text.decode("latin-1"), 0.0)
 
 
 def host(text: bytes) -> object:

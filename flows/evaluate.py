@@ -8,7 +8,7 @@ from pydantic import Field
 
 from paceline.schemas import Evaluated, TrainResult
 from paceline.tasks import distribute
-from paceline.tasks._support import sealed
+from paceline.tasks._support import sealed_records
 from paceline.tasks._support.approval import snapshot_for
 from paceline.tasks._support.declaring import (
     ModelId,
@@ -48,7 +48,7 @@ def evaluate_model(
     by its ``report_digest``."""
     run = Run.open(state_dir, run_id)
     with recorded(run, "evaluate-model"):
-        digest = sealed.resolve(run, trained, "training")
+        digest = sealed_records.resolve(run, trained, "training")
         return judge(run, model_id, base_version, digest, snapshot_url, ranks=ranks)
 
 
@@ -63,7 +63,7 @@ def judge(
 ) -> Evaluated:
     """Score a recorded training's weights within a flow's run, on ``hosts`` (default: every
     node)."""
-    result = sealed.find(run, training_digest, "training", TrainResult)
+    result = sealed_records.load(run, training_digest, "training", TrainResult)
     agents = distribute.start_agents.submit(run, hosts)
     base = distribute.fetch_model_manifest(run, published_url(run, model_id, base_version))
     data = trained_on(run, base, result)
@@ -81,5 +81,5 @@ def judge(
         trained_on=data,
         ranks=ranks,
     )
-    sealed.refer(run, "evaluation", evaluated.report_digest, result.job_id)
+    sealed_records.add_references(run, "evaluation", evaluated.report_digest, result.job_id)
     return evaluated

@@ -8,7 +8,7 @@ from prefect.transactions import transaction
 
 from paceline.schemas import Champion, Promoted, PublishedModel
 from paceline.tasks import distribute, promote
-from paceline.tasks._support import approval, sealed
+from paceline.tasks._support import approval, sealed_records
 from paceline.tasks._support.declaring import Approver, ModelId, Reference, Report, about, declared
 from paceline.tasks._support.lineage import recorded
 from paceline.tasks._support.run import Run
@@ -49,7 +49,7 @@ def promote_model(
             evaluation,
             model_id=model_id,
             base_version=base_version,
-            training_digest=trained and sealed.resolve(run, trained, "training"),
+            training_digest=trained and sealed_records.resolve(run, trained, "training"),
             snapshot_url=snapshot_url,
         )
         reviewed = approval.require_reviewed(run, evaluation.training_digest, result)

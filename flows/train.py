@@ -12,7 +12,7 @@ from paceline.flows.distribute import distribute_model
 from paceline.flows.evaluate import judge
 from paceline.schemas import Resources, SubmitJob, Trained
 from paceline.tasks import distribute
-from paceline.tasks._support import sealed
+from paceline.tasks._support import sealed_records
 from paceline.tasks._support.declaring import (
     CheckpointPolicy,
     CodeRef,
@@ -206,7 +206,7 @@ def train_model(
             purpose=purpose,
         )
         assert trained.training_digest is not None  # the stage has recorded it
-        sealed.refer(run, "training", trained.training_digest, trained.job_id)
+        sealed_records.add_references(run, "training", trained.training_digest, trained.job_id)
         if evaluate_on:
             report = _judge(run, link, model_id, version, trained, evaluate_on)
             trained = trained.model_copy(update={"report_digest": report})

@@ -35,7 +35,7 @@ from paceline.tasks import publish
 from paceline.tasks._support import artifacts, deployment
 from paceline.tasks._support.cancelling import stop_if_cancelled
 from paceline.tasks._support.lineage import log_relay
-from paceline.tasks._support.run import BRIEFLY_S, Run
+from paceline.tasks._support.run import RESTART_WAIT_S, Run
 from paceline.tasks._support.stages import stage
 from paceline.units import size
 
@@ -84,11 +84,11 @@ def start_agents(
     unknown label, NotReady where there is none or agents do not register in time.
     """
     if nodes is None and selector:
-        dask = run.reachable(run.retry(run.nodes, BRIEFLY_S))
+        dask = run.reachable(run.retry(run.nodes, RESTART_WAIT_S))
         if dask and "=" in selector:
             start_agents.fn(run, dask, deadline_s)  # their labels are known once they registered
         nodes = _selected(run, selector, dask)
-    wanted = set(run.retry(run.nodes, BRIEFLY_S) if nodes is None else nodes)
+    wanted = set(run.retry(run.nodes, RESTART_WAIT_S) if nodes is None else nodes)
     if not wanted:
         raise NotReady(
             "no node is there",
@@ -98,7 +98,7 @@ def start_agents(
         )
     ours = run.reachable(sorted(wanted, key=by_number))
     if resident := wanted - set(ours):
-        known = {each.worker_id for each in run.retry(run.coordinator.workers, BRIEFLY_S)}
+        known = {each.worker_id for each in run.retry(run.coordinator.workers, RESTART_WAIT_S)}
         if strangers := sorted(resident - known, key=by_number):
             raise NotFound(
                 "no such node",
@@ -132,7 +132,7 @@ def _selected(run: Run, selector: str, dask: list[str]) -> list[str]:
         names = [part.strip() for part in parts if part.strip()]
         if set(names) <= set(dask):
             return names
-    return list(select_workers(selector, run.retry(run.coordinator.workers, BRIEFLY_S)))
+    return list(select_workers(selector, run.retry(run.coordinator.workers, RESTART_WAIT_S)))
 
 
 @stage("relay")
@@ -162,7 +162,7 @@ def relay(
     def moved(page: artifacts.Progress) -> dict[str, Any]:
         stop_if_cancelled()
         _require_space(run, manifest, targets)
-        seen = run.retry(lambda: deployment.last_event(run), BRIEFLY_S)
+        seen = run.retry(lambda: deployment.last_event(run), RESTART_WAIT_S)
         if deployment_id is not None:
             driven = deployment.take_up(run, deployment_id, manifest).deployment_id
         else:
@@ -279,7 +279,7 @@ def activate(
     began = time.monotonic()
     stop_if_cancelled()
     client = run.coordinator
-    run.retry(lambda: client.activate(deployment_id, allow_older=allow_older), BRIEFLY_S)
+    run.retry(lambda: client.activate(deployment_id, allow_older=allow_older), RESTART_WAIT_S)
     client.await_switch(deployment_id, deadline_s, list(targets))
     seconds = run.finish(stage, began, f"{manifest.version} is active on {len(targets)} nodes")
     return Activated(activated=tuple(targets), seconds=seconds, deployment_id=deployment_id)

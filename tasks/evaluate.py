@@ -37,7 +37,7 @@ from paceline.schemas import (
     digest_of,
 )
 from paceline.system import PYTHON
-from paceline.tasks._support import artifacts, cancelling, sealed
+from paceline.tasks._support import artifacts, cancelling, sealed_records
 from paceline.tasks._support.lineage import log_page
 from paceline.tasks._support.run import Run
 from paceline.tasks._support.scores import (
@@ -97,10 +97,10 @@ def trained_on(run: Run, base: Manifest, trained: TrainResult) -> tuple[Training
             quarantined_shards=trained.quarantined_shards,
         )
     }
-    model_id, digest, weights = base.model_id, base.digest, sealed.weights_of(base)
+    model_id, digest, weights = base.model_id, base.digest, sealed_records.weights_of(base)
     seen = {""}
     for _ in range(MAX_GENERATIONS):
-        descent = None if weights in seen else sealed.descent_of(run, weights)
+        descent = None if weights in seen else sealed_records.load_descent(run, weights)
         seen.add(weights)  # a training of no steps has its base's
         if descent is not None:
             found.setdefault(descent.data.snapshot_digest, descent.data)
@@ -270,7 +270,7 @@ def evaluate(
     """Score every one of ``models`` (name → {url, digest}), an n-gram model and compressors, and
     look for the held-out documents in what the candidate was ``trained_on``, on the last of
     ``nodes``; of many documents each node scores a part. ``ranks`` score each model together, or
-    those that ``judging_gang`` names. The report is recorded (see ``sealed``); its
+    those that ``judging_gang`` names. The report is recorded (see ``sealed_records``); its
     ``report_digest`` is what a promotion asks for.
 
     Raises WorkerLost when the evaluating process dies, Cancelled once it is gone because the flow
@@ -306,12 +306,12 @@ def evaluate(
                 models=digests,
                 report=report,
             )
-            return _output(report, sealed.keep(run, evaluation, "evaluation"))
+            return _output(report, sealed_records.save(run, evaluation, "evaluation"))
 
     def is_recorded(output: dict[str, Any]) -> bool:
         """Return whether the ledger's ``output`` is what an evaluation of these recorded."""
         digest = str(output.get("report_digest"))
-        known = sealed.found(run, digest, "evaluation", Evaluation)
+        known = sealed_records.load_or_none(run, digest, "evaluation", Evaluation)
         return (
             known is not None
             and (known.training_digest, known.models) == (training_digest, digests)
@@ -361,7 +361,7 @@ def _judged(
         if line.get("event") == "result":
             answer.update(line["data"])
         elif line.get("event") == "score":
-            sealed.keep_score(run, RecordedScore.model_validate(line["data"]))
+            sealed_records.save_score(run, RecordedScore.model_validate(line["data"]))
         elif line.get("event") == "progress":
             data = line.get("data", {})
             run.report("evaluate", float(data.get("fraction", 0)), str(data.get("message", "")))

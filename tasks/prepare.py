@@ -34,7 +34,7 @@ from paceline.jobs import require_permitted
 from paceline.models import TOKENIZER_FILE
 from paceline.schemas import StageRecord, canonical_json, digest_of
 from paceline.storage import ObjectStore
-from paceline.tasks._support import artifacts, sealed
+from paceline.tasks._support import artifacts, sealed_records
 from paceline.tasks._support.lineage import log_page
 from paceline.tasks._support.run import Run, StageResult
 from paceline.tasks._support.stages import stage
@@ -109,7 +109,7 @@ def build_data_snapshot(
         exam = exam_of(source, settings, built)
         # A copy of a source has the same snapshot: the first one counts, or the operator's own.
         own = exam == exam_of(own_data.source, own_data, built)
-        sealed.note(run, "exam", built.digest, exam, replaces=own)
+        sealed_records.add_reference(run, "exam", built.digest, exam, replaces=own)
     if result.output["skipped"] and source != STDLIB:
         named = "; ".join(result.output.get("skipped_examples", ()))  # an older ledger has none
         run.warn(f"{result.output['skipped']} samples are left out of the snapshot: {named}")

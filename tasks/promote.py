@@ -34,7 +34,7 @@ from paceline.schemas import (
     canonical_json,
     digest_of,
 )
-from paceline.tasks._support import artifacts, sealed
+from paceline.tasks._support import artifacts, sealed_records
 from paceline.tasks._support.cancelling import stop_if_cancelled
 from paceline.tasks._support.lineage import code_version
 from paceline.tasks._support.run import Run, StageResult
@@ -45,13 +45,13 @@ from paceline.tasks.publish import publish_progress, published_url
 
 
 def recorded_evidence(run: Run, report: str) -> tuple[str, Evaluation, TrainResult]:
-    """Return the digest of the evaluation that ``report`` names (``sealed.resolve``), the
+    """Return the digest of the evaluation that ``report`` names (``sealed_records.resolve``), the
     evaluation and the training that it judged, as they were recorded; raises GateRefused where
     either is missing or was not made by this installation."""
     try:
-        digest = sealed.resolve(run, report, "evaluation")
-        evaluation = sealed.find(run, digest, "evaluation", Evaluation)
-        training = sealed.find(run, evaluation.training_digest, "training", TrainResult)
+        digest = sealed_records.resolve(run, report, "evaluation")
+        evaluation = sealed_records.load(run, digest, "evaluation", Evaluation)
+        training = sealed_records.load(run, evaluation.training_digest, "training", TrainResult)
     except (NotFound, CorruptData) as error:
         raise GateRefused(
             "the candidate was not promoted: its evidence was not recorded here",
@@ -135,9 +135,11 @@ def _judges(run: Run, model_id: str, asked: str) -> dict[str, str]:
     champion = run.registry.champion(model_id)
     assert champion is not None and champion.evidence is not None  # champion() reads it
     before = champion.evidence.snapshot_digest
-    exam = sealed.referred(run, "exam", before)
-    same = exam is not None and sealed.referred(run, "exam", asked) == exam
-    evaluated = sealed.found(run, champion.evidence.report_digest, "evaluation", Evaluation)
+    exam = sealed_records.find_reference(run, "exam", before)
+    same = exam is not None and sealed_records.find_reference(run, "exam", asked) == exam
+    evaluated = sealed_records.load_or_none(
+        run, champion.evidence.report_digest, "evaluation", Evaluation
+    )
     found = {before: evaluated.snapshot_url if evaluated else ""}
     if same:
         found.setdefault(asked, "")
@@ -152,7 +154,9 @@ def _of_profile(run: Run, evaluation: Evaluation) -> bool | None:
     if record is None or not record.output.get(OF_TEAM):
         return None
     data, judged = run.runtime.profile.data, load_snapshot(evaluation.snapshot_url, run.store)
-    return sealed.referred(run, "exam", judged.digest) == exam_of(data.source, data, judged)
+    return sealed_records.find_reference(run, "exam", judged.digest) == exam_of(
+        data.source, data, judged
+    )
 
 
 def bundle(
@@ -342,7 +346,7 @@ def require_judged(evidence: Evidence, published: Manifest) -> None:
     judged, whatever the ledger says of the stages between (I10)."""
     for what, got, wanted in (
         ("manifest", published.digest, evidence.manifest_digest),
-        ("set of weights", sealed.weights_of(published), evidence.weights_digest),
+        ("set of weights", sealed_records.weights_of(published), evidence.weights_digest),
     ):
         if got != wanted:
             raise GateRefused(

@@ -26,7 +26,7 @@ from paceline.schemas import (
     TrainResult,
     digest_of,
 )
-from paceline.tasks._support import artifacts, cancelling, sealed
+from paceline.tasks._support import artifacts, cancelling, sealed_records
 from paceline.tasks._support.figures import Figures, points_of, record_job, record_result
 from paceline.tasks._support.run import Run
 from paceline.tasks._support.stages import stage
@@ -119,7 +119,7 @@ def train(
 
     def work() -> dict[str, Any]:
         result = _worked(run, job, profile.training, known)
-        digest = sealed.keep(run, result, "training")
+        digest = sealed_records.save(run, result, "training")
         return result.model_dump(mode="json") | {"training_digest": digest}
 
     trained = run.stage(
@@ -168,14 +168,14 @@ def _keep_descent(run: Run, base: Manifest, made: TrainResult) -> None:
         snapshot_digest=made.snapshot_digest,
         quarantined_shards=made.quarantined_shards,
     )
-    descent = sealed.Descent(
+    descent = sealed_records.Descent(
         weights_digest=made.weights_digest,
         data=data,
         base_model_id=base.model_id,
         base_manifest_digest=base.digest,
-        base_weights_digest=sealed.weights_of(base),
+        base_weights_digest=sealed_records.weights_of(base),
     )
-    sealed.keep_descent(run, descent)
+    sealed_records.save_descent(run, descent)
 
 
 def _train_on_hosts(
@@ -394,7 +394,7 @@ def _require_training(gang: Sequence[Node], settings: TrainingSettings) -> None:
 def _is_recorded(run: Run, output: dict[str, Any], config: str) -> bool:
     """Return whether the ledger's ``output`` is what a training of this configuration recorded."""
     digest = output.get("training_digest")
-    result = sealed.found(run, digest, "training", TrainResult)
+    result = sealed_records.load_or_none(run, digest, "training", TrainResult)
     return (
         result is not None
         and result.config_digest == config

@@ -253,7 +253,7 @@ def ours(load: Load, beat: Beat) -> None:
             settings,
             group,
             progress=Progress(),
-            numbers=StepMetrics(
+            step_metrics=StepMetrics(
                 group,
                 parallel.modules,
                 flops_per_token=ModelShape.of(workload.config).flops_per_token(),

@@ -36,7 +36,7 @@ from paceline.schemas import (
     TrainResult,
     digest_of,
 )
-from paceline.tasks._support import sealed
+from paceline.tasks._support import sealed_records
 from paceline.tasks._support.run import Run
 from paceline.tasks.prepare import permitted_snapshot
 
@@ -64,8 +64,8 @@ def require_reviewed(run: Run, digest: str, training: TrainResult) -> tuple[str,
             accepted.append(line)
         if training.continues is None:
             return tuple(accepted)
-        digest = sealed.resolve(run, training.continues, "training")
-        training = sealed.find(run, digest, "training", TrainResult)
+        digest = sealed_records.resolve(run, training.continues, "training")
+        training = sealed_records.load(run, digest, "training", TrainResult)
 
 
 def _accepted(run: Run, digest: str, training: TrainResult) -> str | None:
@@ -216,7 +216,9 @@ def wait(run: Run, request: dict[str, Any]) -> None:
 def _request(run: Run, evidence: Evidence, version: str, seconds: float) -> ApprovalRequest:
     """Return the recorded request for exactly this evidence; where there is none, start the flow
     run that waits, and record it."""
-    claim = sealed.keep(run, evidence, "evidence")  # the coordinator shows it to the approver
+    claim = sealed_records.save(
+        run, evidence, "evidence"
+    )  # the coordinator shows it to the approver
     key = digest_of(run.run_id)
     record = run.retry(lambda: run.coordinator.ledger_get(APPROVAL_REQUEST, key))
     known = None if record is None else ApprovalRequest.model_validate(record.output)

@@ -35,7 +35,7 @@ from paceline.schemas import (
 )
 from paceline.tasks._support import artifacts
 from paceline.tasks._support.cancelling import cancelled_flow_run
-from paceline.tasks._support.run import BRIEFLY_S, Run
+from paceline.tasks._support.run import RESTART_WAIT_S, Run
 from paceline.text import shortened
 from paceline.units import described, size
 
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 PLANNED_NAMED = 32  # workers that the line of a plan names
-AWAY_S = 60.0  # how long the coordinator may be away: the data flows on without it
+OUTAGE_S = 60.0  # how long the coordinator may be away: the data flows on without it
 
 # What of a deployment's events a person wants to read in the end.
 NOTEWORTHY = {
@@ -63,7 +63,7 @@ def take_up(run: Run, deployment_id: str, manifest: Manifest) -> Deployment:
     Raises SourceChanged where the source holds something else by now, and what it ended with where
     it has ended without a model on its targets.
     """
-    view = run.retry(lambda: run.coordinator.deployment(deployment_id), BRIEFLY_S)
+    view = run.retry(lambda: run.coordinator.deployment(deployment_id), RESTART_WAIT_S)
     if view.deployment.manifest_digest != manifest.digest:
         raise SourceChanged(
             "the source holds another manifest than when the deployment was asked for",
@@ -150,7 +150,7 @@ def _watch(
     run: Run, deployment_id: str, stage: str, page: artifacts.Progress, seen: int
 ) -> DeploymentView:
     began = time.monotonic()
-    away_since: float | None = None
+    outage_since: float | None = None
     planned = False
     while True:
         try:
@@ -159,12 +159,12 @@ def _watch(
                 _show_plan(run, view, stage)
                 planned = True
             seen = _read_events(run, deployment_id, seen)
-            away_since = None
+            outage_since = None
         except PacelineError as error:
             if error.exit_code != 75:
                 raise
-            away_since = away_since or time.monotonic()
-            if time.monotonic() - away_since > AWAY_S:
+            outage_since = outage_since or time.monotonic()
+            if time.monotonic() - outage_since > OUTAGE_S:
                 raise
             time.sleep(1.0)
             continue

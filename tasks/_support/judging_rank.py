@@ -134,15 +134,15 @@ def _judge(place: RankIdentity, events: EventWriter, _stop: StopFlag) -> int:
         nonlocal done
         if kind == "step":
             done += 1
-            events.enter("step", done)
+            events.set_phase("step", done)
         if place.rank == 0:
             events.emit(kind, **data)
 
-    events.enter("joining")
+    events.set_phase("joining")
     with join_gang(place, GROUP_TIMEOUT_S) as group:
         device = exclusive_device()
         mesh = open_mesh(MeshSpec.of(spec.mesh, place.world_size), device.type)
-        events.enter("scoring")
+        events.set_phase("scoring")
         ranks = GangRanks(group, mesh, device)
         score_on_ranks(spec, ranks, place.worker_id, is_first=is_first, emit=emit)
     peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-AWAY_S = 60.0  # how long a coordinator may be away before work that is done is given up
-BRIEFLY_S = 15.0  # the same, where nothing has been done yet: a restart takes seconds
+OUTAGE_S = 60.0  # how long a coordinator may be away before work that is done is given up
+RESTART_WAIT_S = 15.0  # the same, where nothing has been done yet: a restart takes seconds
 RETRY_S = 1.0
-ALONE_S = 120.0
+LOCK_WAIT_S = 120.0
 LOG_S = 10.0  # between two lines on a stage's progress
 
 Answer = TypeVar("Answer")
@@ -225,7 +225,7 @@ class Run:
             self._manifests[url] = fetch_allowed_manifest(url, self.runtime, self.store)
         return self._manifests[url]
 
-    def retry(self, call: Callable[[], Answer], away_s: float = AWAY_S) -> Answer:
+    def retry(self, call: Callable[[], Answer], away_s: float = OUTAGE_S) -> Answer:
         """Return what ``call`` gives, asking again while a server is away for at most ``away_s``.
 
         ``call`` must be safe to repeat. What takes hours is not lost to a moment's restart.
@@ -241,7 +241,7 @@ class Run:
                 time.sleep(RETRY_S)
 
     @contextmanager
-    def lock(self, what: str, deadline_s: float = ALONE_S) -> Iterator[None]:
+    def lock(self, what: str, deadline_s: float = LOCK_WAIT_S) -> Iterator[None]:
         """Keep every other flow of this installation out of ``what`` meanwhile.
 
         Raises Conflict past ``deadline_s``. The lock goes with this process, however it ends.
@@ -310,7 +310,7 @@ class Run:
         """
         began = time.monotonic()
         key = digest_of({"stage": name, "inputs": dict(inputs)})
-        known = self.retry(lambda: self.coordinator.ledger_get(name, key), BRIEFLY_S)
+        known = self.retry(lambda: self.coordinator.ledger_get(name, key), RESTART_WAIT_S)
         reused = known is not None and still_true(dict(known.output))
         if known is not None and reused:
             output = dict(known.output)

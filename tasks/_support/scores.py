@@ -28,7 +28,7 @@ from paceline.schemas import (
     metric_digest,
     score_key,
 )
-from paceline.tasks._support import sealed
+from paceline.tasks._support import sealed_records
 from paceline.tasks._support.lineage import sources_version
 from paceline.tasks._support.run import Run
 from paceline.tasks.publish import published_url
@@ -87,7 +87,7 @@ def recorded_scores(
             subject = named.get(name) or _model_digest(run, name, **models[name])
             by = (name in models and scorer) or spec.scorer
             key = score_key(subject, spec.snapshot_digest, spec.settings.held_out_bytes, by)
-            score = sealed.find_score(run, key)
+            score = sealed_records.load_score(run, key)
         except PermanentError as error:
             run.warn(f"{name} is scored again: {error.one_line()}")
             continue
@@ -171,7 +171,7 @@ def scored_in_parts(
         def on_event(line: dict[str, Any]) -> None:
             if line.get("event") == "score":
                 found = RecordedScore.model_validate(line["data"])
-                sealed.keep_score(run, found)
+                sealed_records.save_score(run, found)
                 if not found.unfinished:
                     parts.setdefault(found.subject, {})[number] = found
             elif line.get("event") == "progress" and number == 0:
@@ -198,7 +198,7 @@ def scored_in_parts(
         if len(by_number) == len(nodes)
     ]
     for each in whole:
-        sealed.keep_score(run, each)
+        sealed_records.save_score(run, each)
     return whole
 
 
@@ -365,7 +365,7 @@ def scored_on_ranks(
             return
         if kind == "score":
             score = RecordedScore.model_validate(data)
-            sealed.keep_score(run, score)
+            sealed_records.save_score(run, score)
             if score.unfinished:
                 begun[score.subject] = score
             else:

@@ -83,9 +83,9 @@ class Stage:
         """Return the keeper of another leader: it remembers nothing."""
         return FlowRunSupervisor(self.kept, self.prefect, monotonic=self.clock)
 
-    def look(self, seconds: float = STATES_S) -> None:
+    def run_once(self, seconds: float = STATES_S) -> None:
         self.clock.now_s += seconds
-        self.keeper.look()
+        self.keeper.run_once()
 
     def told(self, name: EventName) -> list[dict[str, object]]:
         return [each.data for each in self.kept.world.names(name)]
@@ -99,7 +99,7 @@ def stage() -> Stage:
 def test_it_is_started_once_and_the_record_names_it(stage: Stage) -> None:
     d = stage.kept.world.create("node-0")
     for _ in range(3):
-        stage.look()
+        stage.run_once()
     assert stage.prefect.asked == 1
     assert stage.kept.record(d).flow_run_id == f"flow-of-{d}"
     assert stage.told(EventName.FLOW_STARTED) == [{"flow_run_id": f"flow-of-{d}"}]
@@ -107,7 +107,7 @@ def test_it_is_started_once_and_the_record_names_it(stage: Stage) -> None:
 
 def test_a_caller_that_is_a_flow_run_gets_no_other(stage: Stage) -> None:
     d = stage.kept.world.create("node-0", flow_run_id="mine")
-    stage.look()
+    stage.run_once()
     assert stage.prefect.asked == 0
     assert stage.kept.record(d).flow_run_id == "mine"
 
@@ -124,10 +124,10 @@ def test_a_leader_that_dies_between_start_and_record_leaves_one_flow_run(stage: 
     d = stage.kept.world.create("node-0")
     stage.kept.refuse = 1
     with pytest.raises(ServiceUnavailable):
-        stage.look()
+        stage.run_once()
     assert stage.kept.record(d).flow_run_id is None
     stage.keeper = stage.another()
-    stage.look()
+    stage.run_once()
     assert stage.kept.record(d).flow_run_id == f"flow-of-{d}"
     assert list(stage.prefect.runs) == [f"flow-of-{d}"]
 
@@ -136,13 +136,13 @@ def test_an_unreachable_prefect_is_retried_and_reported_once(stage: Stage) -> No
     d = stage.kept.world.create("node-0")
     stage.prefect.away = True
     for _ in range(120):
-        stage.look(1.0)
+        stage.run_once(1.0)
     assert stage.prefect.asked == 120 // RETRY_S
     (delayed,) = stage.told(EventName.FLOW_DELAYED)
     assert "does not answer" in str(delayed["reason"])
     assert stage.kept.world.status(d) != "failed", "the deployment is accepted all the same"
     stage.prefect.away = False
-    stage.look(RETRY_S)
+    stage.run_once(RETRY_S)
     assert stage.kept.record(d).flow_run_id == f"flow-of-{d}"
     assert len(stage.told(EventName.FLOW_STARTED)) == 1
 
@@ -150,54 +150,54 @@ def test_an_unreachable_prefect_is_retried_and_reported_once(stage: Stage) -> No
 def test_what_ended_before_prefect_came_back_is_not_started(stage: Stage) -> None:
     d = stage.kept.world.create("node-0")
     stage.prefect.away = True
-    stage.look()
+    stage.run_once()
     stage.kept.world.give(Cancel(deployment_id=d))
     stage.prefect.away = False
-    stage.look(100)
+    stage.run_once(100)
     assert stage.prefect.runs == {}
 
 
 @pytest.mark.parametrize("state", ["CANCELLING", "CANCELLED"])
 def test_a_cancel_in_prefect_ends_the_deployment(stage: Stage, state: str) -> None:
     d = stage.kept.world.create("node-0")
-    stage.look()
+    stage.run_once()
     stage.prefect.runs[f"flow-of-{d}"] = state
-    stage.look()
+    stage.run_once()
     assert stage.kept.world.status(d) == "cancelled"
-    stage.look()
+    stage.run_once()
     assert stage.prefect.cancels == []
 
 
 def test_a_deployment_goes_on_after_ctrl_c(stage: Stage) -> None:
     d = stage.kept.world.create("node-0")
-    stage.look()
+    stage.run_once()
     stage.prefect.runs[f"flow-of-{d}"] = "INTERRUPTED"
-    stage.look()
+    stage.run_once()
     assert stage.kept.world.status(d) not in ("cancelled", "failed")
     stage.kept.world.give(Cancel(deployment_id=d))
-    stage.look()
+    stage.run_once()
     assert stage.prefect.cancels == [], "that flow run has ended"
 
 
 def test_cancelling_a_deployment_cancels_its_flow_run_exactly_once(stage: Stage) -> None:
     d, mine = stage.kept.world.create("node-0"), "mine"
     other = stage.kept.world.create("node-0", version="v2", flow_run_id=mine)
-    stage.look()
+    stage.run_once()
     stage.prefect.runs |= {f"flow-of-{d}": "RUNNING", mine: "RUNNING"}
     for each in (d, other):
         stage.kept.world.give(Cancel(deployment_id=each))
     for _ in range(3):
-        stage.look()
+        stage.run_once()
     assert sorted(stage.prefect.cancels) == sorted([f"flow-of-{d}", mine])
     stage.prefect.runs = dict.fromkeys(stage.prefect.runs, "CANCELLED")
     for _ in range(3):
-        stage.look()
+        stage.run_once()
     assert len(stage.prefect.cancels) == 2
 
 
 def test_a_flow_run_that_was_deleted_does_not_hold_up_the_others(stage: Stage) -> None:
     made = [stage.kept.world.create("node-0", version=f"v{n}") for n in range(3)]
-    stage.look()
+    stage.run_once()
     for each in made:
         stage.prefect.runs[f"flow-of-{each}"] = "RUNNING"
         stage.kept.world.give(Cancel(deployment_id=each))
@@ -209,16 +209,16 @@ def test_a_flow_run_that_was_deleted_does_not_hold_up_the_others(stage: Stage) -
         cancel(flow_run_id)
 
     stage.prefect.cancel = deleted  # type: ignore[method-assign]
-    stage.look()
+    stage.run_once()
     assert stage.prefect.cancels == [f"flow-of-{each}" for each in made[1:]]
 
 
 def test_a_crashed_flow_run_is_reported_once_and_the_deployment_goes_on(stage: Stage) -> None:
     d = stage.kept.world.create("node-0")
-    stage.look()
+    stage.run_once()
     for state in ("RUNNING", "CRASHED", "CRASHED", "RUNNING", "FAILED", "FAILED"):
         stage.prefect.runs[f"flow-of-{d}"] = state
-        stage.look()
+        stage.run_once()
     assert [each["state"] for each in stage.told(EventName.FLOW_ENDED)] == ["crashed", "failed"]
     assert stage.kept.world.status(d) == "init"
     assert stage.prefect.asked == 1, "whoever runs it again decides that"
@@ -226,9 +226,9 @@ def test_a_crashed_flow_run_is_reported_once_and_the_deployment_goes_on(stage: S
 
 def test_a_flow_run_that_prefect_has_forgotten_is_no_reason_to_stop(stage: Stage) -> None:
     d = stage.kept.world.create("node-0")
-    stage.look()
+    stage.run_once()
     stage.prefect.runs.clear()
-    stage.look()
+    stage.run_once()
     assert stage.kept.world.status(d) == "init"
 
 

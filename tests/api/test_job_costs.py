@@ -16,7 +16,7 @@ from paceline.api import create_app
 from paceline.client import AccessClient, Client, CoordinatorClient
 from paceline.config import Login, PriceSettings, save_login
 from paceline.errors import AccessDenied, Conflict, InvalidInput, ServiceUnavailable
-from paceline.jobs import changed, cost_of, cost_row, grouped
+from paceline.jobs import cost_of, cost_row, grouped, with_state
 from paceline.models import config_for
 from paceline.schemas import (
     AdoptJob,
@@ -134,7 +134,7 @@ def test_the_budget_of_a_running_job_can_be_raised_and_none_be_negative(lab: Lab
     with pytest.raises(InvalidInput, match="budget"):
         spec = lab.client.job(job_id).job.spec.model_copy(update={"budget": -1.0})
         lab.client.submit_job(spec)
-    lab.app.state.jobs.change(job_id, lambda job: changed(job, S.FAILED, time.time(), "ended"))
+    lab.app.state.jobs.change(job_id, lambda job: with_state(job, S.FAILED, time.time(), "ended"))
 
 
 def test_costs_have_every_attempt_and_the_finished_trainings(

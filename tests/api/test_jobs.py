@@ -17,8 +17,8 @@ from paceline.config import Profile
 from paceline.coordinator import Caller, current_call
 from paceline.coordinator.callers import Call
 from paceline.errors import AccessDenied, Conflict, InvalidInput, NotFound
-from paceline.jobs import JobTable, changed
-from paceline.jobs.states import warned
+from paceline.jobs import JobTable, with_state
+from paceline.jobs.states import with_budget_warning
 from paceline.schemas import (
     Accelerator,
     AdoptJob,
@@ -115,7 +115,7 @@ class Routes:
         )
         placed = {"placement": JobPlacement(hosts={"a-0": 1}, level="host"), "kind": kind}
         for state, more in ((S.ADMITTED, placed), (S.STARTING, {}), (S.PAUSED, {})):
-            job = changed(job, state, 2.0, **more)
+            job = with_state(job, state, 2.0, **more)
         return self.table.add(job).job_id
 
 
@@ -228,7 +228,7 @@ def test_the_logs_of_every_attempt_are_read_while_a_job_waits_too(routes: Routes
         flow = {"flow_run_id": f"flow-{attempt}", "attempt": attempt}
         changes = ((S.ADMITTED, placed | {"usage": usage}), (S.STARTING, flow), (end, {}))
         for state, more in ((S.QUEUED, {}), *changes):
-            routes.table.change(job_id, lambda job: changed(job, state, 3.0, **more))  # noqa: B023
+            routes.table.change(job_id, lambda job: with_state(job, state, 3.0, **more))  # noqa: B023
     assert routes.table.job(job_id).flow_run_id is None
     newest = log(job_id, 0, 0, 0)
     assert (newest.lines, newest.after, newest.is_over) == (("a", "b", "c"), 3, False)
@@ -243,7 +243,7 @@ def test_the_logs_of_every_attempt_are_read_while_a_job_waits_too(routes: Routes
 def test_a_job_that_has_succeeded_is_not_cancelled(routes: Routes) -> None:
     job_id = routes.paused("NVIDIA A100")
     for state in (S.QUEUED, S.ADMITTED, S.SUCCEEDED):
-        routes.table.change(job_id, lambda job: changed(job, state, 3.0))  # noqa: B023
+        routes.table.change(job_id, lambda job: with_state(job, state, 3.0))  # noqa: B023
     before = routes.table.job(job_id)
     with pytest.raises(Conflict, match=r"nothing to cancel.*got succeeded"):
         routes.of["cancel_job"](job_id)
@@ -272,7 +272,7 @@ def test_a_job_that_was_never_paused_is_not_resumed(routes: Routes, state: JobSt
     job = paused.model_copy(update=others)
     for each in (S.ADMITTED, S.STARTING, S.RUNNING):
         if job.state is not state:
-            job = changed(job, each, 3.0)
+            job = with_state(job, each, 3.0)
     routes.table.add(job)
     with pytest.raises(Conflict, match=f"nothing to resume.*got {state}"):
         routes.of["resume_job"](job.job_id)
@@ -283,9 +283,9 @@ def test_a_resume_is_repeated_until_its_job_has_made_a_step(routes: Routes) -> N
     job_id = routes.paused("NVIDIA A100")
     for state in (S.QUEUED, S.ADMITTED, S.STARTING):
         if state is not S.QUEUED:
-            routes.table.change(job_id, lambda job: changed(job, state, 3.0))  # noqa: B023
+            routes.table.change(job_id, lambda job: with_state(job, state, 3.0))  # noqa: B023
         assert routes.of["resume_job"](job_id).job.state is state
-    routes.table.change(job_id, lambda job: changed(job, S.RECOVERING, 4.0))
+    routes.table.change(job_id, lambda job: with_state(job, S.RECOVERING, 4.0))
     with pytest.raises(Conflict, match="nothing to resume"):
         routes.of["resume_job"](job_id)
 
@@ -314,8 +314,10 @@ def test_changes_of_a_job_that_are_not_kept_are_counted(routes: Routes) -> None:
     job_id, most = routes.paused("NVIDIA A100"), 100
     assert [each.earlier for each in routes.of["get_job_events"](job_id)] == [0] * 3
     for state in [S.QUEUED, S.PAUSED] * most:
-        routes.table.change(job_id, lambda job: changed(job, state, 3.0, f"now {state}"))  # noqa: B023
-    routes.table.change(job_id, lambda job: warned(job, "80% of the budget is spent", 4.0))
+        routes.table.change(job_id, lambda job: with_state(job, state, 3.0, f"now {state}"))  # noqa: B023
+    routes.table.change(
+        job_id, lambda job: with_budget_warning(job, "80% of the budget is spent", 4.0)
+    )
     events = routes.of["get_job_events"](job_id)
     assert len(events) == most
     assert [each.earlier for each in events] == [3 + 2 * most + 1 - most, *[0] * (most - 1)]

@@ -44,7 +44,7 @@ class Stand:
 
     def __init__(self, first: int = 1) -> None:
         self.world = World()
-        self.ring = EventRing()
+        self.notify = EventRing()
         self.seq = first - 1
         self.stopping = False
         self.reads = 0
@@ -54,14 +54,14 @@ class Stand:
         return question(self.world.state)
 
     def events(self, after: int):
-        return self.ring.after(after)
+        return self.notify.after(after)
 
     def now(self) -> float:
         return 1e9
 
     def happens(self, name: EventName = EventName.WORKER_LOST, **more: object) -> int:
         self.seq += 1
-        self.ring.extend([Event(seq=self.seq, name=name, at=self.now(), **more)])
+        self.notify.extend([Event(seq=self.seq, name=name, at=self.now(), **more)])
         return self.seq
 
 

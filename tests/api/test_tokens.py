@@ -175,12 +175,12 @@ class Tokens(RuleBasedStateMachine):
     def exactly_the_living_open_something(self):
         for token_id, text in self.texts.items():
             if self.alive(token_id):
-                assert self.book.recognise(text, self.now).token_id == token_id
+                assert self.book.authenticate(text, self.now).token_id == token_id
             else:
                 with pytest.raises(AccessDenied):
-                    self.book.recognise(text, self.now)
+                    self.book.authenticate(text, self.now)
             with pytest.raises(AccessDenied):
-                self.book.recognise(text[:-1], self.now)
+                self.book.authenticate(text[:-1], self.now)
 
     @invariant()
     def exactly_those_whose_identity_was_taken_back_are_barred(self):
@@ -247,7 +247,7 @@ def test_there_are_so_many_tokens_and_no_more(monkeypatch):
 def test_any_text_may_be_asked_about(text):
     assert len(sha256_of(text)) == 64
     with pytest.raises(AccessDenied):
-        TokenRegistry().recognise(text, 0.0)
+        TokenRegistry().authenticate(text, 0.0)
 
 
 def test_tokens_are_never_alike():

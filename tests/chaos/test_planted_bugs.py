@@ -120,15 +120,15 @@ def forwards_what_is_not_verified(patch: pytest.MonkeyPatch) -> None:
 
     def hasty(self: RelaySession, key: str, stream: int, extent: Extent, *more: object) -> None:
         honest(self, key, stream, extent, *more)  # type: ignore[arg-type]
-        self._pull.state.hold(extent, 0.0)
+        self._pull.state.record_verified(extent, 0.0)
 
     patch.setattr(RelaySession, "_reject", hasty)
 
 
 def forgets_what_was_in_flight(patch: pytest.MonkeyPatch) -> None:
-    def forget(self: PullState, feed: SourceStream, extent: Extent) -> None:
-        for work, part in self.works.parts(extent):
-            self.drop_from(feed, work, part)
+    def forget(self: PullState, stream: SourceStream, extent: Extent) -> None:
+        for task, part in self.tasks.parts(extent):
+            self.drop_from(stream, task, part)
 
     patch.setattr(PullState, "requeue", forget)
 
@@ -142,14 +142,14 @@ def spends_more_than_its_budget(patch: pytest.MonkeyPatch) -> None:
 
 
 def completes_before_all_is_durable(patch: pytest.MonkeyPatch) -> None:
-    honest = RelaySession._go_on
+    honest = RelaySession._advance
 
     def hasty(self: RelaySession, now_s: float, actions: list[SessionAction]) -> None:
         for run in self.verified:
             self._durable.add(run)
         honest(self, now_s, actions)
 
-    patch.setattr(RelaySession, "_go_on", hasty)
+    patch.setattr(RelaySession, "_advance", hasty)
 
 
 def waits_for_silent_sources_for_ever(patch: pytest.MonkeyPatch) -> None:
@@ -204,7 +204,7 @@ def test_a_typical_protocol_bug_is_caught(
 # module, its class, who uses it, what stands there once, what stands there instead
 MUTANTS = [
     (pull_state, "PullState", pulling,
-     "work.asked_pieces -= part.size", "work.asked_pieces += part.size"),
+     "task.requested_pieces -= part.size", "task.requested_pieces += part.size"),
     (session, "RelaySession", streams, "== self.pieces.count", "!= self.pieces.count"),
 ]  # fmt: skip
 

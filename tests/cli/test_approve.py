@@ -26,7 +26,7 @@ from paceline.schemas import (
     digest_of,
     schema_text,
 )
-from paceline.tasks._support import sealed
+from paceline.tasks._support import sealed_records
 from paceline.tasks._support.run import Run
 from tests.api.conftest import Served, make_runtime
 from tests.evaluation.reports import CLEAN, LINEAGE, TRAINING_SNAPSHOT, interval, passing
@@ -96,7 +96,7 @@ def ask(
     """Request an approval of ``evidence``, as the flow of a promotion does."""
     run_id = changes.setdefault("run_id", RUN)
     run = Run(served.runtime, run_id)
-    digest = sealed.keep(run, evidence, "evidence") if recorded else digest_of(evidence)
+    digest = sealed_records.save(run, evidence, "evidence") if recorded else digest_of(evidence)
     facts = {
         "model_id": MODEL, "version": "2", "evidence_digest": digest, "report_digest": "b" * 64,
         "policy_digest": "a" * 64, "expires_at": time.time() + 600, "flow_run_id": FLOW_RUN,

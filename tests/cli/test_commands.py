@@ -21,7 +21,7 @@ from paceline.cli import flows
 from paceline.cli.commands import COMMANDS, GROUPS, group_of, leaves
 from paceline.cli.flows import FlowCall, _pages, flow_name, made_and_next, require_inputs
 from paceline.cli.main import cli
-from paceline.cli.options import again, next_line, one_of, or_last, print_table, remember
+from paceline.cli.options import again, next_line, one_of, or_newest_made, print_table, remember
 from paceline.cli.progress import StageBars
 from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.errors import AccessDenied, InvalidInput, NotFound
@@ -370,13 +370,13 @@ def test_last_is_what_this_user_made_last_on_that_installation(
     for each in (made, other):
         each.state_dir.mkdir()
         save_runtime(each)
-    assert or_last("s3://b/d", "url", made.state_dir) == "s3://b/d"
+    assert or_newest_made("s3://b/d", "url", made.state_dir) == "s3://b/d"
     remember(made, "publish.build_snapshot", {"url": "s3://b/1"})
     remember(made, "publish.build_snapshot", {"url": "s3://b/2", "notes": []})
     remember(made, "train.train_model", {"training_digest": "4" * 64, "job_id": "job-1"})
     remember(made, "train.publish_model", {"url": "s3://b/model"})
-    assert or_last("last", "url", made.state_dir) == "s3://b/2"
-    assert or_last("last", "job_id", made.state_dir) == "job-1"
+    assert or_newest_made("last", "url", made.state_dir) == "s3://b/2"
+    assert or_newest_made("last", "job_id", made.state_dir) == "job-1"
     assert flows._digest_of("last", "training_digest", "train", made.state_dir) == "4" * 64
     with pytest.raises(NotFound, match="`paceline evaluate`"):  # that one was not judged
         flows._digest_of("last", "report_digest", "evaluate", made.state_dir)
@@ -385,7 +385,7 @@ def test_last_is_what_this_user_made_last_on_that_installation(
         assert flows._digest_of("last", "report_digest", "evaluate", made.state_dir) == report
     assert (no_login / "paceline/last.json").stat().st_mode & 0o777 == 0o600
     with pytest.raises(NotFound, match=f"`paceline snapshot`.*{other.state_dir}"):
-        or_last("last", "url", other.state_dir)
+        or_newest_made("last", "url", other.state_dir)
     (no_login / "paceline/last.json").write_text("[")
     done = paceline("promote", "m", "--report", "last", "--state", made.state_dir)
     assert done.returncode == 1

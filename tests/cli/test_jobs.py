@@ -14,7 +14,7 @@ import pytest
 
 import paceline as package
 from paceline.cli import flows
-from paceline.cli.options import or_last, whole_run_id, whole_training_id
+from paceline.cli.options import or_newest_made, resolve_run_id, resolve_training_id
 from paceline.client import CoordinatorClient
 from paceline.config import Endpoints, PriceSettings
 from paceline.errors import Conflict, InvalidInput, NotFound
@@ -274,15 +274,15 @@ def test_runs_and_trainings_are_found_by_the_beginning_of_their_ids(served: Serv
         update={"endpoints": runtime.endpoints.model_copy(update={"mlflow_url": ""})}
     )
     for known in (runtime, without_mlflow):
-        assert whole_run_id(known, new) == new, "a run to be made"
-    assert whole_run_id(without_mlflow, run_id[:-1]) == run_id
+        assert resolve_run_id(known, new) == new, "a run to be made"
+    assert resolve_run_id(without_mlflow, run_id[:-1]) == run_id
     adopt(served, name="another", resources={"ranks": 1}, seed=9)
     with pytest.raises(InvalidInput, match="several runs begin so"):
-        whole_run_id(without_mlflow, "run-")
+        resolve_run_id(without_mlflow, "run-")
     with pytest.raises(NotFound, match="no such run"):
-        whole_run_id(without_mlflow, "run-1999")
+        resolve_run_id(without_mlflow, "run-1999")
     with pytest.raises(InvalidInput, match="not a run id"):
-        whole_run_id(without_mlflow, "../x")
+        resolve_run_id(without_mlflow, "../x")
 
     report = JobReport(at=0, training_id="job-0123456789ab")
     wait_until(
@@ -290,10 +290,10 @@ def test_runs_and_trainings_are_found_by_the_beginning_of_their_ids(served: Serv
         30,
         "the job has reported",
     )
-    assert whole_training_id(client, "job-01") == "job-0123456789ab"
-    assert whole_training_id(client, "job-ffffffffffff") == "job-ffffffffffff", "of no job now"
+    assert resolve_training_id(client, "job-01") == "job-0123456789ab"
+    assert resolve_training_id(client, "job-ffffffffffff") == "job-ffffffffffff", "of no job now"
     with pytest.raises(NotFound, match="no such training"):
-        whole_training_id(client, "job-ff")
+        resolve_training_id(client, "job-ff")
 
 
 def test_the_log_of_an_attempt_is_read_while_the_job_is_paused(served: Served) -> None:
@@ -375,7 +375,7 @@ def test_the_report_of_a_job_is_last_and_found_by_the_jobs_id(
         assert flows._digest_of(given, "report_digest", "evaluate", state) == run_id
     newest_run = client.job(newest).job.run_id
     assert flows._digest_of("last", "training_digest", "train", state) == newest_run
-    assert or_last("last", "job_id", state) == newest
+    assert or_newest_made("last", "job_id", state) == newest
     again = ("submit", "m", "v1", "--snapshot", "s3://paceline/d", "--continue-from", "last")
     refused = paceline("jobs", *again, "--json", "--state", state)
     assert refused.returncode == 1, refused.stdout
@@ -386,5 +386,5 @@ def test_the_report_of_a_job_is_last_and_found_by_the_jobs_id(
         30,
         "the job has reported",
     )
-    assert whole_training_id(client, newest[:9]) == "job-aa23456789ab"
+    assert resolve_training_id(client, newest[:9]) == "job-aa23456789ab"
     end_all(client)

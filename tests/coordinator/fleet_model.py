@@ -147,8 +147,8 @@ class Ledger:
 def _frozen(effect: object) -> object:
     """What was written, as it was then: later changes of live objects do not reach it."""
     if isinstance(effect, SaveDeployment):
-        memo = PersistedState.from_json(effect.memo.to_json())
-        return SaveDeployment(effect.deployment, memo, effect.manifest)
+        persisted = PersistedState.from_json(effect.persisted.to_json())
+        return SaveDeployment(effect.deployment, persisted, effect.manifest)
     return effect
 
 
@@ -716,7 +716,7 @@ class Fleet(RuleBasedStateMachine):
             if not each.status.is_final:
                 age_s = self.now_s - began_s
                 assert age_s <= PATIENCE.deadline_s + 40.0, "waits beyond its deadline"
-            switch = run.memo.switch
+            switch = run.persisted.switch
             if switch is not None and switch.phase.value == "preparing":
                 assert self.now_s - switch.since_s <= PATIENCE.switch_s + 40.0
 
@@ -725,5 +725,6 @@ class Fleet(RuleBasedStateMachine):
             self.state().deployment_state(each.deployment_id) for each in self.state().deployments()
         ]
         return sum(
-            run.memo.closed_s is not None and self.now_s - run.memo.closed_s < 140.0 for run in runs
+            run.persisted.closed_s is not None and self.now_s - run.persisted.closed_s < 140.0
+            for run in runs
         )

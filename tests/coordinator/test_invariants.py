@@ -48,7 +48,7 @@ def state_runs_ahead_of_what_was_kept(patch):
     def undo(self, term, error):
         return error
 
-    patch.setattr(Coordinator, "_undo", undo)
+    patch.setattr(Coordinator, "_commit_failed", undo)
 
 
 def cancel_is_acknowledged_when_it_is_told(patch):

@@ -32,7 +32,7 @@ def test_long_lost_workers_are_forgotten_unless_a_deployment_names_them(make_wor
     assert workers(world) == everybody, "lost, and remembered for a while"
     world.register("node-1")
     world.now_s += 3600
-    world.state.fleet.forgive(3600, world.now_s)
+    world.state.fleet.discount_gap(3600, world.now_s)
     world.wait(3 * 61)
     assert workers(world) == {"node-0", "node-1", "named"}
     told = [each.worker_id for each in world.names(EventName.WORKER_FORGOTTEN)]

@@ -170,7 +170,7 @@ def test_auto_is_decided_once_and_shown(line: Line) -> None:
     chosen = line.state.plan("d").topology
     assert chosen not in (Topology.AUTO, Topology.DIRECT)
     assert line.state.view("d").deployment.topology is chosen
-    assert line.run.memo.auto
+    assert line.run.persisted.auto
     line.hold(40)
     line.lose("n00")
     assert line.state.plan("d").topology is chosen
@@ -186,7 +186,7 @@ def test_the_places_of_the_dead_survive_a_restart_of_the_coordinator(line: Line)
     again = CoordinatorState.restore(kept, line.now_s, line.settings)
     assert again.deployment_state("d").order == line.run.order
     assert again.deployment_state("d").deployment == line.run.deployment
-    assert again.deployment_state("d").memo == line.run.memo
+    assert again.deployment_state("d").persisted == line.run.persisted
 
 
 def test_a_large_model_is_not_failed_at_a_small_models_deadline() -> None:

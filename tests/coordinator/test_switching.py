@@ -346,7 +346,7 @@ def test_a_cancel_that_is_not_confirmed_is_not_forgotten(make_world):
     d = started(world, "node-0")
     world.cancel(d)
     world.now_s += 100
-    world.state.fleet.forgive(100, world.now_s)
+    world.state.fleet.discount_gap(100, world.now_s)
     world.tick()
     assert world.status(d) == "cancelled"
     world.beat("node-0"), world.beat("node-0")

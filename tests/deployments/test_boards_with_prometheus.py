@@ -20,7 +20,7 @@ from prometheus_client import start_http_server
 from paceline.api import create_app
 from paceline.client import CoordinatorClient
 from paceline.config import Endpoints, Runtime, Secrets, load_profile
-from paceline.jobs import changed
+from paceline.jobs import with_state
 from paceline.schemas import (
     Accelerator,
     AdoptJob,
@@ -107,7 +107,7 @@ class Fleet:
         for state, why in ((lost, cause), (end, "")):
             table.change(
                 job_id,
-                lambda job, state=state, why=why: changed(job, state, time.time(), cause=why),
+                lambda job, state=state, why=why: with_state(job, state, time.time(), cause=why),
             )
 
 

@@ -24,7 +24,7 @@ from paceline.evaluation import (
 )
 from paceline.models import config_for, local_model_digest, new_model, save_model
 from paceline.schemas import EvaluationSpec, RecordedScore
-from paceline.tasks._support import scores, sealed
+from paceline.tasks._support import scores, sealed_records
 from tests.security.test_a_forged_report_is_refused import Bucket, run_of
 
 RANDOM = np.random.default_rng(3)
@@ -122,7 +122,7 @@ def test_parts_of_several_nodes_are_the_whole_to_the_bit(
         assert np.array(score.bits).tobytes() == its.bits.tobytes()
         assert score.facts["judged_context"] == its.judged_context > 0
         assert score.facts["tokens"] == its.tokens == sum(len(each.text) for each in DOCUMENTS)
-        assert sealed.find_score(run, score.key) == score
+        assert sealed_records.load_score(run, score.key) == score
 
 
 def test_what_a_lost_node_leaves_is_not_scored_again(
@@ -177,7 +177,7 @@ def test_what_a_lost_node_leaves_is_not_scored_again(
     for score, its in zip(found, whole.values(), strict=True):
         assert np.array(score.bits).tobytes() == its.bits.tobytes()
         assert score.facts["calibration"] == [list(each) for each in its.calibration]
-        assert sealed.find_score(run, score.key) == score
+        assert sealed_records.load_score(run, score.key) == score
 
 
 def test_a_node_that_is_lost_ends_the_evaluation(asked: dict[str, dict[str, str]]) -> None:

@@ -33,7 +33,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "distribute": SimpleNamespace(
             fetch_model_manifest=lambda *_: None, start_agents=lambda *_: []
         ),
-        "sealed": SimpleNamespace(refer=lambda *_: None),
+        "sealed_records": SimpleNamespace(add_references=lambda *_: None),
         "train": lambda *_, **__: made,
     }
     absent = ("permitted_snapshot", "require_own_expectations", "profile_of", "exporting",

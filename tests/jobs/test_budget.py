@@ -42,12 +42,12 @@ def run(queue: Queue, job_id: str, for_s: int, **more: Any) -> None:
     """The job's flow reports for so many seconds."""
     for second in range(for_s):
         queue.report(job_id, step=second + 1, steps=10**6, **more)
-        queue.look()
+        queue.run_once()
 
 
 def test_a_budget_warns_once_and_then_pauses_the_job(queue: Queue) -> None:
     job_id = queue.submit(2, budget=100)
-    queue.look()
+    queue.run_once()
     run(queue, job_id, 39)
     assert not queue.job(job_id).budget_warned
     run(queue, job_id, 5)
@@ -61,11 +61,11 @@ def test_a_budget_warns_once_and_then_pauses_the_job(queue: Queue) -> None:
     assert (job.state, job.wanted) == (S.PAUSING, "pause")
     assert "the budget is spent: 100.00 of 100.00 EUR" in job.reason
     queue.ends(job_id, "CANCELLED")
-    queue.look()
+    queue.run_once()
     job = queue.job(job_id)
     assert job.state is S.PAUSED
     assert "100.00 of 100.00 EUR" in job.reason
-    queue.look(50)
+    queue.run_once(50)
     assert cost(queue, job_id) == pytest.approx(2 * (job.updated_at - job.usage[0].since))
 
 
@@ -73,7 +73,7 @@ def test_a_budget_counts_egress_and_storage() -> None:
     more = {"prices.per_gb_egress": "0.5", "prices.per_gb_month": "2629.8"}  # 1 EUR in 1000 s
     queue = Queue(worker("node-0"), profile=priced(**more))
     job_id = queue.submit(1, budget=200)
-    queue.look()
+    queue.run_once()
     saved = JobCheckpoint(step=4, object_ref="s3://b/c", created_at=1.0, bytes=10**9)
     run(queue, job_id, 100, read_bytes=120 * 10**9, checkpoints=(saved,))
     assert queue.state(job_id) is S.RUNNING
@@ -81,17 +81,17 @@ def test_a_budget_counts_egress_and_storage() -> None:
     run(queue, job_id, 45, read_bytes=120 * 10**9, checkpoints=(saved,))
     assert queue.state(job_id) is S.PAUSING
     queue.ends(job_id, "CANCELLED")
-    queue.look(100)
+    queue.run_once(100)
     assert cost(queue, job_id) == pytest.approx(200, abs=10), "no more while it is paused"
 
 
 def test_checkpoints_are_paid_for_over_all_attempts(queue: Queue) -> None:
     saved = JobCheckpoint(step=4, object_ref="s3://b/c", created_at=1.0, bytes=10**9)
     job_id = queue.submit(1)
-    queue.look()
+    queue.run_once()
     run(queue, job_id, 99, checkpoints=(saved,))
     queue.ends(job_id, "CRASHED")
-    queue.look()
+    queue.run_once()
     run(queue, job_id, 100, checkpoints=(saved,))
     prices = queue.profile.prices.model_copy(update={"per_gb_month": 2_629_800.0})
     rows = [cost_of(each, prices) for each in recorded(queue.table.jobs(), [], queue.now)]
@@ -100,7 +100,7 @@ def test_checkpoints_are_paid_for_over_all_attempts(queue: Queue) -> None:
 
 def test_a_new_leader_counts_the_same_seconds(queue: Queue) -> None:
     job_id = queue.submit(2, budget=1000)
-    queue.look()
+    queue.run_once()
     run(queue, job_id, 100)
     before = cost(queue, job_id)
     queue.lead()
@@ -113,14 +113,14 @@ def test_a_new_leader_counts_the_same_seconds(queue: Queue) -> None:
 
 def test_a_job_over_its_budget_is_not_admitted_again(queue: Queue) -> None:
     job_id = queue.submit(4, budget=90)
-    queue.look()
+    queue.run_once()
     run(queue, job_id, 20)
     high = queue.submit(4, priority=50)
-    queue.look()
+    queue.run_once()
     assert queue.state(job_id) is S.PAUSING
-    queue.look(10)  # its ranks take long to save
+    queue.run_once(10)  # its ranks take long to save
     queue.ends(job_id, "CANCELLED")
-    queue.look()
+    queue.run_once()
     assert [each.state for each in queue.job(job_id).history[-2:]] == [S.PREEMPTED, S.PAUSED]
     assert "of 90.00 EUR" in queue.job(job_id).reason
     assert queue.state(high) is S.STARTING
@@ -129,7 +129,7 @@ def test_a_job_over_its_budget_is_not_admitted_again(queue: Queue) -> None:
 def test_a_budget_that_cannot_be_counted_is_noted_and_stops_nothing() -> None:
     queue = Queue(worker("a-0", 8), profile=priced())
     job_id = queue.submit(8, budget=1, parameters={"training.ranks_per_node": 0})
-    queue.look()
+    queue.run_once()
     run(queue, job_id, 20)
     assert queue.state(job_id) is S.RUNNING
     assert "no price in [prices] per_hour for NVIDIA A100" in queue.job(job_id).reason
@@ -139,9 +139,9 @@ def test_gangs_that_share_a_node_without_accelerators_pay_it_once() -> None:
     profile = priced(**{"training.ranks_per_node": "4", "prices.watts": "{cpu = 1000}"})
     queue = Queue(worker("node-0"), profile=profile)
     jobs = [queue.submit(1, resources={"ranks_per_node": 1}) for _ in range(4)]
-    queue.look()
+    queue.run_once()
     assert {queue.state(each) for each in jobs} == {S.STARTING}
-    queue.look(100)
+    queue.run_once(100)
     assert sum(cost(queue, each) for each in jobs) == pytest.approx(100)
     rows = [cost_of(each, profile.prices) for each in recorded(queue.table.jobs(), [], queue.now)]
     assert sum(each.accelerator_hours or 0 for each in rows) == pytest.approx(100 / 3600)
@@ -153,14 +153,14 @@ def test_the_factor_of_spot_nodes_counts_for_the_spot_nodes_alone() -> None:
     queue = Queue(*nodes, profile=priced(**{"prices.spot_factor": "0.25"}))
     spot = queue.submit(2, resources={"capacity": "spot"})
     other = queue.submit(1, resources={"capacity": "on-demand"})
-    queue.look()
-    queue.look(100)
+    queue.run_once()
+    queue.run_once(100)
     assert (cost(queue, spot), cost(queue, other)) == (pytest.approx(50), pytest.approx(100))
     for each in (spot, other):
         queue.ends(each, "COMPLETED")
-    queue.look()
+    queue.run_once()
     queue.submit(3)
-    queue.look()
+    queue.run_once()
     assert queue.table.jobs()[-1].usage[0].spot_share == pytest.approx(2 / 3)
 
 
@@ -176,15 +176,15 @@ def test_a_record_of_an_older_version_has_the_factor_on_all_its_nodes(queue: Que
 
 def test_each_attempt_has_its_time_by_class(queue: Queue) -> None:
     job_id = queue.submit(2, team="nlp", project="q3")
-    queue.look()
+    queue.run_once()
     saved = JobCheckpoint(step=4, object_ref="s3://b/c", created_at=queue.now + 25)
     seconds = {"useful": 20.0, "data_wait": 2.0, "checkpoint": 1.0, "recovery": 0.0}
     run(queue, job_id, 30, seconds=seconds, made_steps=9, began_step=0, checkpoints=(saved,))
     queue.ends(job_id, "CRASHED")
     queue.store.workers, nodes = [], queue.store.workers  # all are away
-    queue.look(10)
+    queue.run_once(10)
     queue.store.workers = nodes
-    queue.look()
+    queue.run_once()
     run(queue, job_id, 5)
     lost, runs = queue.job(job_id).usage
     assert (lost.accelerators, lost.steps, lost.ended) == ({"cpu": 2}, 9, S.RECOVERING)
@@ -201,7 +201,7 @@ def test_each_attempt_has_its_time_by_class(queue: Queue) -> None:
     # Its ranks had saved step 12 after their flow was killed: the next attempt goes on there.
     run(queue, job_id, 5, made_steps=7, began_step=12)
     queue.ends(job_id, "COMPLETED")
-    queue.look()
+    queue.run_once()
     assert [each.steps for each in queue.job(job_id).usage] == [12, 7]
 
 
@@ -209,13 +209,13 @@ def test_the_ledger_has_bytes_of_the_object_store_while_a_job_runs(queue: Queue)
     prices = PriceSettings(per_gb_egress=0.5, per_gb_month=0.25)
     saved = JobCheckpoint(step=4, object_ref="s3://b/c", created_at=1.0, bytes=2 * 10**9)
     job_id = queue.submit(2)
-    queue.look()
+    queue.run_once()
     run(queue, job_id, 5, read_bytes=10**9, written_bytes=6 * 10**9, checkpoints=(saved,))
     (row,) = recorded(queue.table.jobs(), [], queue.now)
     found = cost_of(row, prices)
     assert (found.egress, found.storage_a_month, found.written_bytes) == (0.5, 0.5, 6 * 10**9)
     queue.ends(job_id, "CRASHED")
-    queue.look(2)
+    queue.run_once(2)
     run(queue, job_id, 5)  # of a flow of an older version
     newest, lost = recorded(queue.table.jobs(), [], queue.now)
     assert (lost.egress_bytes, lost.written_bytes) == (10**9, 6 * 10**9)
@@ -226,10 +226,10 @@ def test_the_ledger_has_bytes_of_the_object_store_while_a_job_runs(queue: Queue)
 
 def test_a_finished_attempt_has_the_results_figures_and_the_jobs_time(queue: Queue) -> None:
     job_id = queue.submit(2, team="nlp")
-    queue.look()
+    queue.run_once()
     run(queue, job_id, 4000)
     queue.ends(job_id, "COMPLETED")
-    queue.look()
+    queue.run_once()
     job = queue.job(job_id)
     own = {"run_id": job.run_id, "model_id": "acme/tiny"}
     mine = TrainingUsage.of(result()).model_copy(update=own)
@@ -249,11 +249,11 @@ def test_usages_stay_few_and_their_sum_stays_right() -> None:
     job_id = queue.add(spec).job_id
     total = 0.0
     for _ in range(KEPT_USAGES + 20):
-        queue.look()
+        queue.run_once()
         run(queue, job_id, 3)
         queue.ask(job_id, "yield", S.PAUSING)
         queue.ends(job_id, "CANCELLED")
-        queue.look()
+        queue.run_once()
         ended = queue.job(job_id).usage[-2]  # it is admitted again in the same round
         assert ended.held_s
         total += ended.held_s

@@ -29,9 +29,9 @@ from paceline.jobs import (
     Request,
     SlurmEngine,
     Standing,
-    changed,
     engine_of,
     gang_of,
+    with_state,
 )
 from paceline.jobs.engines import kubernetes, slurm  # their pure decisions
 from paceline.schemas import JobAllocation, JobState, SubmitJob, TrainingJob, digest_of
@@ -148,17 +148,17 @@ class SlurmQueue(Queue):
             wall=lambda: self.now,
         )
 
-    def look(self, rounds: int = 1, seconds: float = 4.0) -> None:
+    def run_once(self, rounds: int = 1, seconds: float = 4.0) -> None:
         for _ in range(rounds):
             self.clock += seconds
-            super().look(1, seconds)
+            super().run_once(1, seconds)
 
     def slurm(self, job_id: str, state: str, reason: str = "None", nodes: str = "") -> None:
         self.site.queue(f"12|{state}|{reason}|{nodes}|NAME{job_id}")
 
     def runs(self, job_id: str) -> None:
         self.slurm(job_id, "RUNNING", nodes="n1,n2")
-        self.look(6)
+        self.run_once(6)
         assert self.state(job_id) is S.STARTING
 
 
@@ -271,11 +271,11 @@ def test_a_job_waits_with_slurms_reason_and_gives_its_nodes_back(
     queue: SlurmQueue, site: Site
 ) -> None:
     job_id = queue.submit(4)
-    queue.look()
+    queue.run_once()
     assert len(site.called("sbatch")) == 1
     for reason in ("Priority", "QOSMaxCpuPerUserLimit"):
         queue.slurm(job_id, "PENDING", reason)
-        queue.look(2)
+        queue.run_once(2)
         waits = queue.job(job_id)
         assert (waits.state, waits.reason) == (S.QUEUED, f"Slurm job 12 is PENDING: {reason}")
         assert waits.allocation == JobAllocation(
@@ -285,10 +285,10 @@ def test_a_job_waits_with_slurms_reason_and_gives_its_nodes_back(
     placed = queue.job(job_id).placement
     assert placed is not None and placed.hosts == {"n1": 2, "n2": 2}
     queue.report(job_id, step=3, steps=10)
-    queue.look()
+    queue.run_once()
     assert not site.called("scancel")
     queue.ends(job_id, "COMPLETED")
-    queue.look(2)
+    queue.run_once(2)
     assert queue.state(job_id) is S.SUCCEEDED
     assert {*site.called("scancel")} == {"scancel --quiet 12"}
     assert len(site.called("sbatch")) == 1
@@ -296,14 +296,14 @@ def test_a_job_waits_with_slurms_reason_and_gives_its_nodes_back(
 
 def test_a_job_starts_once_every_node_has_a_worker(queue: SlurmQueue) -> None:
     job_id = queue.submit(4)
-    queue.look()
+    queue.run_once()
     queue.store.workers = [worker("n1"), worker("n2").model_copy(update={"alive": False})]
     queue.slurm(job_id, "RUNNING", nodes="n1,n2")
-    queue.look(10)
+    queue.run_once(10)
     assert queue.state(job_id) is S.QUEUED
     assert "waiting for the workers of n2" in queue.job(job_id).reason
     queue.store.workers = [worker("n1"), worker("n2")]
-    queue.look()
+    queue.run_once()
     assert queue.state(job_id) is S.STARTING
 
 
@@ -311,10 +311,10 @@ def test_after_a_death_behind_sbatch_there_is_no_second_allocation(
     queue: SlurmQueue, site: Site
 ) -> None:
     job_id = queue.submit(4)
-    queue.look()
+    queue.run_once()
     queue.slurm(job_id, "PENDING", "Resources")
     queue.lead()
-    queue.look(2)
+    queue.run_once(2)
     assert len(site.called("sbatch")) == 1
     assert queue.job(job_id).allocation is not None
 
@@ -324,11 +324,11 @@ def test_nothing_is_submitted_while_slurm_does_not_say_what_it_has(
 ) -> None:
     site.says("squeue", "echo 'slurm_load_jobs error' >&2; exit 1")
     job_id = queue.submit(4)
-    queue.look(3)
+    queue.run_once(3)
     assert not site.called("sbatch")
     assert "Slurm does not answer" in queue.job(job_id).reason
     site.queue()
-    queue.look(2)
+    queue.run_once(2)
     assert len(site.called("sbatch")) == 1
 
 
@@ -345,8 +345,8 @@ def test_a_refusal_for_good_fails_the_job_and_another_is_tried_again(
 ) -> None:
     site.says("sbatch", f'echo "sbatch: error: {said}" >&2; exit 1')
     job_id = queue.submit(4)
-    queue.look(2, seconds=20)
-    queue.look(1, seconds=20)
+    queue.run_once(2, seconds=20)
+    queue.run_once(1, seconds=20)
     assert queue.state(job_id) is state
     assert said in queue.job(job_id).reason
     assert len(site.called("sbatch")) == calls
@@ -356,19 +356,19 @@ def test_a_job_that_slurm_preempts_goes_on_in_the_same_slurm_job(
     queue: SlurmQueue, site: Site
 ) -> None:
     job_id = queue.submit(4)
-    queue.look()
+    queue.run_once()
     queue.runs(job_id)
     queue.report(job_id, step=3, steps=10)
     first = queue.flow_of(job_id)
     queue.slurm(job_id, "COMPLETING", nodes="n1,n2")
-    queue.look()
+    queue.run_once()
     assert queue.state(job_id) is S.RUNNING, "what it becomes is not said yet"
     queue.slurm(job_id, "PENDING", "BeginTime")
-    queue.look()
+    queue.run_once()
     assert queue.state(job_id) is S.PAUSING
     assert queue.flows.runs[first] == "CANCELLING"
     queue.ends(job_id, "CANCELLED")
-    queue.look(2)
+    queue.run_once(2)
     waits = queue.job(job_id)
     assert (waits.state, waits.preemptions, waits.losses) == (S.PREEMPTED, 1, 0)
     assert waits.reason == "Slurm job 12 is PENDING: BeginTime"
@@ -382,14 +382,14 @@ def test_an_allocation_that_ended_by_itself_is_followed_by_another(
     queue: SlurmQueue, site: Site, ended: str
 ) -> None:
     job_id = queue.submit(4)
-    queue.look()
+    queue.run_once()
     queue.runs(job_id)
     queue.report(job_id, step=3, steps=10)
     queue.slurm(job_id, ended)
-    queue.look()
+    queue.run_once()
     assert queue.state(job_id) is S.PAUSING
     queue.ends(job_id, "CANCELLED")
-    queue.look(2)
+    queue.run_once(2)
     assert queue.state(job_id) is S.PREEMPTED
     assert len(site.called("sbatch")) == 2
 
@@ -399,9 +399,9 @@ def test_an_allocation_that_slurm_ended_while_the_job_waited_fails_it(
     queue: SlurmQueue, site: Site, state: str
 ) -> None:
     job_id = queue.submit(4)
-    queue.look()
+    queue.run_once()
     queue.slurm(job_id, state, "NonZeroExitCode")
-    queue.look(2)
+    queue.run_once(2)
     assert queue.state(job_id) is S.FAILED
     assert f"Slurm job 12 is {state}: NonZeroExitCode" in queue.job(job_id).reason
     assert ("paceline cluster" in queue.job(job_id).reason) == (state == "COMPLETED")
@@ -412,28 +412,28 @@ def test_scancel_cancels_the_job_and_a_pause_does_not_look_like_it(
     queue: SlurmQueue, site: Site
 ) -> None:
     job_id = queue.submit(4)
-    queue.look()
+    queue.run_once()
     queue.runs(job_id)
     queue.report(job_id, step=3, steps=10)
-    queue.look()
+    queue.run_once()
     queue.ask(job_id, "pause", S.PAUSING)
-    queue.look()
+    queue.run_once()
     queue.ends(job_id, "CANCELLED")
-    queue.look()
+    queue.run_once()
     assert (queue.state(job_id), site.called("scancel")) == (S.PAUSED, ["scancel --quiet 12"])
-    queue.table.change(job_id, lambda now: changed(now, S.QUEUED, queue.now, "resumed"))
+    queue.table.change(job_id, lambda now: with_state(now, S.QUEUED, queue.now, "resumed"))
     queue.slurm(job_id, "COMPLETING")
-    queue.look()
+    queue.run_once()
     queue.slurm(job_id, "CANCELLED")
     site.says("sbatch", "echo 13")
-    queue.look(2)
+    queue.run_once(2)
     assert (queue.state(job_id), len(site.called("sbatch"))) == (S.QUEUED, 2)
     old = f"12|CANCELLED|None||NAME{job_id}"
     site.queue(old, f"13|PENDING|Priority||NAME{job_id}")
-    queue.look(2)
+    queue.run_once(2)
     assert queue.job(job_id).reason == "Slurm job 13 is PENDING: Priority"
     site.queue(old, f"13|CANCELLED|None||NAME{job_id}")
-    queue.look(2)
+    queue.run_once(2)
     assert (queue.state(job_id), len(site.called("sbatch"))) == (S.CANCELLED, 2)
 
 
@@ -441,19 +441,19 @@ def test_a_lost_flow_starts_again_in_the_allocation_and_a_cancel_frees_it(
     queue: SlurmQueue, site: Site
 ) -> None:
     job_id = queue.submit(4)
-    queue.look()
+    queue.run_once()
     queue.runs(job_id)
     queue.ends(job_id, "CRASHED", "its process was killed")
-    queue.look(2)
+    queue.run_once(2)
     assert (queue.state(job_id), queue.job(job_id).losses) == (S.STARTING, 1)
     assert (len(site.called("sbatch")), site.called("scancel")) == (1, [])
     queue.ask(job_id, "cancel", S.CANCELLING)
-    queue.look()
+    queue.run_once()
     queue.ends(job_id, "CANCELLED")
     site.says("scancel", "exit 1")
-    queue.look(2)
+    queue.run_once(2)
     site.says("scancel", "")
-    queue.look(1)
+    queue.run_once(1)
     assert len(site.called("scancel")) >= 2, "again until Slurm has done it"
     assert queue.state(job_id) is S.CANCELLED
 
@@ -462,16 +462,16 @@ def test_a_job_whose_flow_no_worker_takes_gives_its_allocation_back(
     queue: SlurmQueue, site: Site
 ) -> None:
     job_id = queue.submit(4)
-    queue.look()
+    queue.run_once()
     queue.runs(job_id)
-    queue.look(7, seconds=100)
+    queue.run_once(7, seconds=100)
     assert queue.state(job_id) is S.RECOVERING
     assert len(site.called("scancel")) == 1
     queue.slurm(job_id, "CANCELLED")
-    queue.look(5, seconds=100)
+    queue.run_once(5, seconds=100)
     assert queue.state(job_id) is S.RECOVERING
     assert len(site.called("sbatch")) == 1
-    queue.look(2, seconds=100)
+    queue.run_once(2, seconds=100)
     assert len(site.called("sbatch")) == 2
 
 
@@ -483,8 +483,8 @@ def test_an_allocation_without_a_job_is_released_and_others_left_alone(
         "4|RUNNING|None|n2|paceline-slurm-00000000-tj-ffffffffffff",
         "5|RUNNING|None|n2|train.sh",
     )
-    queue.look(1, seconds=61)
-    queue.look(1, seconds=61)
+    queue.run_once(1, seconds=61)
+    queue.run_once(1, seconds=61)
     assert {*site.called("scancel")} == {"scancel --quiet 3"}
 
 
@@ -493,9 +493,9 @@ def test_nodes_that_cannot_hold_the_gang_fail_the_job_and_go_back(
 ) -> None:
     queue.store.workers = [worker("n1", gpus=1), worker("n2", gpus=1)]
     job_id = queue.submit(4)
-    queue.look()
+    queue.run_once()
     queue.slurm(job_id, "RUNNING", nodes="n1,n2")
-    queue.look(7)
+    queue.run_once(7)
     assert queue.state(job_id) is S.FAILED
     assert "n1, n2 cannot hold it" in queue.job(job_id).reason
     assert {*site.called("scancel")} == {"scancel --quiet 12"}
@@ -506,14 +506,14 @@ def test_a_person_s_training_fails_when_slurm_takes_its_nodes(queue: SlurmQueue)
     spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
     made = queue.add(spec, adopted=True, flow_run_id="mine", attempt=1)
     queue.flows.runs["mine"] = "RUNNING"
-    queue.look()
+    queue.run_once()
     queue.slurm(made.job_id, "RUNNING", nodes="n1,n2")
     for _ in range(8):
         queue.report(made.job_id, step=1, steps=9)
-        queue.look()
+        queue.run_once()
     assert queue.state(made.job_id) is S.RUNNING
     queue.slurm(made.job_id, "PENDING", "Priority")
-    queue.look()
+    queue.run_once()
     assert queue.state(made.job_id) is S.FAILED
     assert "start it again" in queue.job(made.job_id).reason
 
@@ -525,8 +525,9 @@ def test_a_person_s_training_fails_when_slurm_takes_its_nodes(queue: SlurmQueue)
         ("REQUEUE_HOLD", True, "waiting"), ("SUSPENDED", True, "waiting"),
         ("RUNNING", True, "granted"), ("CANCELLED", True, "cancelled"), ("FAILED", True, "failed"),
         ("RUNNING", False, "granted"), ("COMPLETING", False, "granted"),
-        ("SUSPENDED", False, "taken"), ("REQUEUED", False, "taken"), ("TIMEOUT", False, "taken"),
-        ("OUT_OF_MEMORY", False, "taken"), ("CANCELLED", False, "cancelled"),
+        ("SUSPENDED", False, "revoked"), ("REQUEUED", False, "revoked"),
+        ("TIMEOUT", False, "revoked"),
+        ("OUT_OF_MEMORY", False, "revoked"), ("CANCELLED", False, "cancelled"),
     ],
 )  # fmt: skip
 def test_each_state_of_slurm_means_one_thing(
@@ -544,7 +545,7 @@ def test_each_state_of_slurm_means_one_thing(
 
 def test_a_job_that_moved_to_other_nodes_between_two_looks_was_taken() -> None:
     moved = SlurmJob(job_id="7", state="RUNNING", nodes=("n2", "n3"))
-    assert slurm.held_standing(moved, {"n1": 2, "n2": 2}).phase == "taken"
+    assert slurm.held_standing(moved, {"n1": 2, "n2": 2}).phase == "revoked"
 
 
 @pytest.mark.parametrize(
@@ -582,7 +583,7 @@ def test_other_peoples_arrays_and_heterogeneous_jobs_are_left_out(
         "8+0|RUNNING|None|n8|mpi",
         f"12|PENDING|Priority||NAME{job_id}",
     )
-    queue.look(2)
+    queue.run_once(2)
     assert queue.job(job_id).reason == "Slurm job 12 is PENDING: Priority"
     assert not site.called("sbatch")
 
@@ -590,16 +591,16 @@ def test_other_peoples_arrays_and_heterogeneous_jobs_are_left_out(
 def test_an_sbatch_that_slurm_took_though_it_was_killed_is_not_repeated(
     queue: SlurmQueue, site: Site
 ) -> None:
-    queue.look()
+    queue.run_once()
     site.says("sbatch", "echo 'sbatch: error: Socket timed out' >&2; exit 1")
     job_id = queue.submit(4)
-    queue.look()
+    queue.run_once()
     site.says("squeue", "echo 'slurm_load_jobs error' >&2; exit 1")
-    queue.look(5, seconds=40)
+    queue.run_once(5, seconds=40)
     assert len(site.called("sbatch")) == 1
     assert "Slurm does not answer" in queue.job(job_id).reason
     queue.slurm(job_id, "PENDING", "Priority")
-    queue.look(2, seconds=40)
+    queue.run_once(2, seconds=40)
     assert len(site.called("sbatch")) == 1
     assert queue.job(job_id).reason == "Slurm job 12 is PENDING: Priority"
 
@@ -608,7 +609,7 @@ def test_of_two_slurm_jobs_of_one_name_the_second_is_cancelled(
     queue: SlurmQueue, site: Site
 ) -> None:
     job_id = queue.submit(4)
-    queue.look()
+    queue.run_once()
     queue.runs(job_id)
     site.queue(
         f"11|CANCELLED|None||NAME{job_id}",
@@ -616,7 +617,7 @@ def test_of_two_slurm_jobs_of_one_name_the_second_is_cancelled(
         f"13|RUNNING|None|n3,n4|NAME{job_id}",
         f"14|PENDING|Priority||NAME{job_id}",
     )
-    queue.look()
+    queue.run_once()
     assert queue.state(job_id) is S.STARTING
     assert site.called("scancel") == ["scancel --quiet 13", "scancel --quiet 14"]
 
@@ -687,7 +688,7 @@ def test_a_fault_of_slurm_refuses_and_fails_no_job(
     site.says("sbatch", f'echo "sbatch: error: {said}" >&2; exit 1')
     assert SlurmEngine(queue.runtime).why_never(request(queue.runtime), []) == ""
     job_id = queue.submit(4)
-    queue.look(2)
+    queue.run_once(2)
     assert queue.state(job_id) is S.QUEUED
     assert said in queue.job(job_id).reason
 
@@ -699,7 +700,7 @@ def test_what_slurm_took_in_a_test_waits_with_an_unknown_reason(
     never = SlurmEngine(queue.runtime).why_never(request(queue.runtime), [])
     assert "closed on Fridays" in never
     job_id = queue.submit(4)
-    queue.look(2)
+    queue.run_once(2)
     assert queue.state(job_id) is S.QUEUED
     assert "closed on Fridays" in queue.job(job_id).reason
 
@@ -707,7 +708,7 @@ def test_what_slurm_took_in_a_test_waits_with_an_unknown_reason(
 def test_a_leader_that_stops_submits_nothing(queue: SlurmQueue, site: Site) -> None:
     queue.submit(4)
     queue.scheduler._stop.set()
-    queue.look(2)
+    queue.run_once(2)
     assert not site.called("sbatch")
 
 
@@ -717,11 +718,11 @@ def test_nodes_of_another_kind_than_before_go_back_for_others(
     queue.store.workers = [worker("n1", 2, "NVIDIA L4"), worker("n2", 2)]
     job_id = queue.submit(4)
     queue.table.change(job_id, lambda now: now.model_copy(update={"kind": "NVIDIA A100"}))
-    queue.look()
+    queue.run_once()
     queue.slurm(job_id, "PENDING", "Priority")
-    queue.look()
+    queue.run_once()
     queue.slurm(job_id, "RUNNING", nodes="n1,n2")
-    queue.look(6)
+    queue.run_once(6)
     waits = queue.job(job_id)
     assert waits.state is S.QUEUED
     assert waits.allocation is not None
@@ -729,12 +730,12 @@ def test_nodes_of_another_kind_than_before_go_back_for_others(
     assert {*site.called("scancel")} == {"scancel --quiet 12"}
     queue.slurm(job_id, "CANCELLED")
     site.says("sbatch", "echo 13")
-    queue.look(6, seconds=10)
+    queue.run_once(6, seconds=10)
     assert queue.state(job_id) is S.QUEUED, "it is not a person's scancel"
     assert "--exclude=n1" in site.called("sbatch")[1].split()
     queue.store.workers += [worker("n3", 2)]
     site.queue(f"13|RUNNING|None|n2,n3|NAME{job_id}")
-    queue.look(6)
+    queue.run_once(6)
     assert queue.state(job_id) is S.STARTING
 
 
@@ -790,7 +791,7 @@ def test_a_training_that_began_outside_of_the_queue_may_not_either(
         site,
     )
     job_id = queue.submit(4, team="vision", resources={"queue": "nlp"})
-    queue.look()
+    queue.run_once()
     assert queue.state(job_id) is S.FAILED
     assert "another team's" in queue.job(job_id).reason
     assert not site.called("sbatch")
@@ -806,12 +807,12 @@ def test_the_next_leader_knows_a_cancelled_slurm_job_as_the_jobs(
     queue: SlurmQueue, site: Site
 ) -> None:
     job_id = queue.submit(4)
-    queue.look()
+    queue.run_once()
     queue.slurm(job_id, "PENDING", "Priority")
-    queue.look(2)
+    queue.run_once(2)
     queue.slurm(job_id, "CANCELLED")
     queue.lead()
-    queue.look(3)
+    queue.run_once(3)
     assert (queue.state(job_id), len(site.called("sbatch"))) == (S.CANCELLED, 1)
 
 
@@ -890,7 +891,7 @@ def test_a_group_waits_with_kueues_reason_runs_and_is_evicted(tmp_path: Path) ->
     assert (away.phase, away.placement) == ("waiting", None)
     assert kubernetes.held_standing(running, {"n1": 2, "n2": 2}).phase == "granted"
     running[0]["metadata"]["deletionTimestamp"] = "2026-11-27T21:00:00Z"
-    assert kubernetes.held_standing(running, {"n1": 2, "n2": 2}).phase == "taken"
+    assert kubernetes.held_standing(running, {"n1": 2, "n2": 2}).phase == "revoked"
 
 
 KUBECTL = """#!/usr/bin/env python3
@@ -921,7 +922,7 @@ class Cluster:
     def says(self, script: str) -> None:
         (self.site.directory / "bin" / "kubectl").write_text(script)
 
-    def look(self, asked: Request, *hosts: Host, seconds: float = 4.0) -> Standing | None:
+    def run_once(self, asked: Request, *hosts: Host, seconds: float = 4.0) -> Standing | None:
         self.clock += seconds
         self.engine.submit(asked)
         found = self.engine.status(hosts, [asked], [], 0.0)
@@ -948,7 +949,7 @@ def test_the_port_applies_reads_and_deletes_a_group_once(cluster: Cluster) -> No
     asked = request(cluster.runtime, resources={"ranks": 4})
     job_id = asked.job.job_id
     for _ in range(3):
-        stands = cluster.look(asked)
+        stands = cluster.run_once(asked)
         assert stands is not None and stands.phase == "waiting"
     assert "Pending" in engine.reasons()[job_id]
     assert cluster.called("apply") == 1
@@ -962,30 +963,30 @@ def test_the_port_applies_reads_and_deletes_a_group_once(cluster: Cluster) -> No
 
 def test_pods_that_are_being_deleted_are_not_deleted_again(cluster: Cluster) -> None:
     asked = request(cluster.runtime, resources={"ranks": 4})
-    cluster.look(asked)
+    cluster.run_once(asked)
     pods = cluster.pods()
     for each in pods:
         each["metadata"]["deletionTimestamp"] = "2026-11-27T21:00:00Z"
     cluster.keep(pods)
-    stands = [cluster.look(asked) for _ in range(3)]
+    stands = [cluster.run_once(asked) for _ in range(3)]
     assert all(each is not None and each.phase == "waiting" for each in stands)
     assert (cluster.called("delete"), cluster.called("apply")) == (0, 1)
 
 
 def test_a_group_that_was_applied_in_part_is_completed(cluster: Cluster) -> None:
     asked = request(cluster.runtime, resources={"ranks": 6})
-    cluster.look(asked)
+    cluster.run_once(asked)
     whole = cluster.pods()
     cluster.keep(whole[:1])
-    stands = cluster.look(asked)
+    stands = cluster.run_once(asked)
     assert stands is not None and "1 of 3 pods are there" in stands.reason
     running = whole[:1]
     running[0] |= {"status": {"phase": "Running"}}
     running[0]["spec"]["nodeName"] = "n1"
     cluster.keep(running)
-    stands = cluster.look(asked, Host(name="n1", slots=1))
+    stands = cluster.run_once(asked, Host(name="n1", slots=1))
     assert stands is not None and stands.phase == "waiting", "not failed on too few nodes"
-    cluster.look(asked, seconds=40.0)
+    cluster.run_once(asked, seconds=40.0)
     names = [each["metadata"]["name"] for each in cluster.pods()]
     assert names == [each["metadata"]["name"] for each in whole]
     assert cluster.called("apply") == 2
@@ -1000,13 +1001,13 @@ def test_a_used_quota_of_a_namespace_passes_and_another_refusal_does_not(
         'if words[0] == "apply":', 'if words[0] == "apply": sys.exit(SAID)\nif 0:'
     )
     cluster.says(refusing.replace("SAID", repr(said)))
-    assert cluster.look(asked) is None
+    assert cluster.run_once(asked) is None
     assert "exceeded quota" in cluster.engine.reasons()[asked.job.job_id]
-    cluster.look(asked)
+    cluster.run_once(asked)
     assert cluster.called("apply") == 1, "not each second"
     cluster.says(refusing.replace("SAID", repr('pods "x" is forbidden: no such ServiceAccount')))
     with pytest.raises(InvalidInput, match="no such ServiceAccount"):
-        cluster.look(asked, seconds=40.0)
+        cluster.run_once(asked, seconds=40.0)
 
 
 def test_a_label_of_a_node_and_nvidia_smi_name_one_kind(tmp_path: Path) -> None:
@@ -1026,16 +1027,16 @@ def test_pods_on_nodes_of_another_kind_go_back_and_avoid_them(cluster: Cluster) 
     asked = request(cluster.runtime, resources={"ranks": 4})
     began = asked.job.model_copy(update={"kind": "NVIDIA A100"})
     asked = Request(job=began, gang=asked.gang, ranks_per_node=2)
-    cluster.look(asked)
+    cluster.run_once(asked)
     cluster.keep(pods(cluster.runtime, asked, "Running", "n1", "n2"))
     hosts = [
         Host(name="n1", slots=2, kind="NVIDIA L4"), Host(name="n2", slots=2, kind="NVIDIA A100")
     ]  # fmt: skip
-    stands = cluster.look(asked, *hosts)
+    stands = cluster.run_once(asked, *hosts)
     assert stands is not None and "n1 not of NVIDIA A100" in stands.reason
     assert (stands.phase, cluster.called("delete")) == ("waiting", 1)
     for _ in range(2):
-        cluster.look(asked, *hosts, seconds=40.0)
+        cluster.run_once(asked, *hosts, seconds=40.0)
     made = cluster.pods()
     assert len(made) == 2
     for each in made:

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.config import Profile, load_profile
 from paceline.errors import Conflict, InvalidInput, NotFound, ServiceUnavailable
-from paceline.jobs import NEXT, JobScheduler, JobTable, changed, hosts_of, parameters_of
+from paceline.jobs import NEXT, JobScheduler, JobTable, hosts_of, parameters_of, with_state
 from paceline.schemas import (
     Accelerator,
     FlowRunView,
@@ -174,10 +174,10 @@ class Queue:
             )
         )
 
-    def look(self, rounds: int = 1, seconds: float = 1.0) -> None:
+    def run_once(self, rounds: int = 1, seconds: float = 1.0) -> None:
         for _ in range(rounds):
             self.now += seconds
-            self.scheduler.look()
+            self.scheduler.run_once()
 
     def job(self, job_id: str) -> TrainingJob:
         return self.table.job(job_id)
@@ -200,7 +200,9 @@ class Queue:
 
     def ask(self, job_id: str, wanted: str, state: JobState) -> None:
         """A person pauses or cancels it."""
-        self.table.change(job_id, lambda job: changed(job, state, self.now, wanted, wanted=wanted))
+        self.table.change(
+            job_id, lambda job: with_state(job, state, self.now, wanted, wanted=wanted)
+        )
 
 
 @pytest.fixture
@@ -210,15 +212,15 @@ def queue() -> Queue:
 
 def test_a_job_goes_through_its_states_and_its_flow_gets_its_id(queue: Queue) -> None:
     job_id = queue.submit(2)
-    queue.look()
+    queue.run_once()
     assert queue.state(job_id) is S.STARTING
     given = queue.flows.given[queue.flow_of(job_id)]
     assert given["job_id"] == job_id
     queue.report(job_id, step=3, steps=10)
-    queue.look()
+    queue.run_once()
     assert queue.state(job_id) is S.RUNNING
     queue.ends(job_id, "COMPLETED")
-    queue.look()
+    queue.run_once()
     job = queue.job(job_id)
     assert (job.state, job.placement, job.ended_at) == (S.SUCCEEDED, None, queue.now)
     assert [each.state for each in job.history] == ["admitted", "starting", "running", "succeeded"]
@@ -229,11 +231,11 @@ def test_a_job_goes_through_its_states_and_its_flow_gets_its_id(queue: Queue) ->
 
 def test_two_gangs_never_share_a_node_and_the_second_waits_with_a_reason(queue: Queue) -> None:
     first, second = queue.submit(3), queue.submit(2)
-    queue.look(3)
+    queue.run_once(3)
     assert queue.state(second) is S.QUEUED
     assert "2" in queue.job(second).reason
     queue.ends(first, "COMPLETED")
-    queue.look(2)
+    queue.run_once(2)
     assert queue.state(second) is S.STARTING
 
 
@@ -247,12 +249,12 @@ def test_of_identical_jobs_the_one_of_higher_priority_begins_first(
     queue: Queue,
 ) -> None:
     first, second = twins(queue, {}, {"team": "b", "priority": 9})
-    queue.look(2)
+    queue.run_once(2)
     # They would write the same checkpoints.
     assert (queue.state(first), queue.state(second)) == (S.QUEUED, S.STARTING)
     assert f"waiting for {second}, which trains the same" in queue.job(first).reason
     queue.ends(second, "COMPLETED")
-    queue.look(2)
+    queue.run_once(2)
     assert queue.state(first) is S.STARTING
 
 
@@ -285,18 +287,18 @@ def test_jobs_that_write_the_same_checkpoints_wait_for_each_other(
     queue: Queue, given: dict[str, Any]
 ) -> None:
     first, second = twins(queue, {"resources": {"ranks": 1}}, given)
-    queue.look(2)
+    queue.run_once(2)
     assert (queue.state(first), queue.state(second)) == (S.STARTING, S.QUEUED)
     assert queue.job(second).reason == f"waiting for {first}, which trains the same"
     queue.ends(first, "COMPLETED")
-    queue.look(2)
+    queue.run_once(2)
     assert queue.state(second) is S.STARTING, "it finds the result"
 
 
 @pytest.mark.parametrize("given", OTHER.values(), ids=OTHER)
 def test_jobs_of_other_trainings_run_beside_each_other(queue: Queue, given: dict[str, Any]) -> None:
     both = twins(queue, {"resources": {"ranks": 1}}, given)
-    queue.look(2)
+    queue.run_once(2)
     assert [queue.state(each) for each in both] == [S.STARTING] * 2
 
 
@@ -307,10 +309,10 @@ def test_an_identical_job_starts_where_the_one_before_it_cannot(blocked_by: str)
     queue = Queue(h100, a100, profile=load_profile("ci", quota))
     on_h100, on_a100 = ({"resources": {"ranks": 1, "accelerator": e}} for e in ("h100", "a100"))
     (running,) = twins(queue, {"seed": 5, "team": "nlp"} | on_h100)
-    queue.look(2)
+    queue.run_once(2)
     blocked = {"team": "nlp"} | on_a100 if blocked_by == "its quota" else {"team": "b"} | on_h100
     first, second = twins(queue, blocked, {"team": "vision"} | on_a100)
-    queue.look(2)
+    queue.run_once(2)
     assert queue.state(running) is S.STARTING
     assert (queue.state(first), queue.state(second)) == (S.QUEUED, S.STARTING)
     assert queue.job(first).reason == f"waiting for {second}, which trains the same"
@@ -321,16 +323,16 @@ def test_a_lost_flow_is_started_again_and_a_job_that_never_works_fails(
     queue: Queue, ending: str
 ) -> None:
     job_id = queue.submit(2)
-    queue.look()
+    queue.run_once()
     seen = set()
     for _ in range(3):
         seen.add(queue.flow_of(job_id))
         queue.ends(job_id, ending, "Flow run encountered an exception: WorkerLost: node-1 is gone")
-        queue.look(2)
+        queue.run_once(2)
         assert queue.state(job_id) is S.STARTING
     assert len(seen | {queue.flow_of(job_id)}) == 4
     queue.ends(job_id, ending, "exception: WorkerLost: node-1 is gone")
-    queue.look(2)
+    queue.run_once(2)
     assert queue.state(job_id) is S.FAILED
     assert "ended 4 times" in queue.job(job_id).reason
     assert "node-1 is gone" in queue.job(job_id).reason
@@ -338,22 +340,22 @@ def test_a_lost_flow_is_started_again_and_a_job_that_never_works_fails(
 
 def test_a_permanent_failure_is_not_tried_again(queue: Queue) -> None:
     job_id = queue.submit(2)
-    queue.look()
+    queue.run_once()
     queue.ends(job_id, "FAILED", "Flow run encountered an exception: InvalidInput: no such column")
-    queue.look(3)
+    queue.run_once(3)
     assert queue.state(job_id) is S.FAILED
     assert "no such column" in queue.job(job_id).reason
 
 
 def test_a_flow_that_falls_silent_is_lost_though_prefect_says_running(queue: Queue) -> None:
     job_id = queue.submit(2)
-    queue.look()
+    queue.run_once()
     before = queue.flow_of(job_id)
     queue.flows.runs[before] = "RUNNING"
     queue.report(job_id, step=5, steps=10)
-    queue.look(1, seconds=29)
+    queue.run_once(1, seconds=29)
     assert queue.state(job_id) is S.RUNNING
-    queue.look(2, seconds=5)
+    queue.run_once(2, seconds=5)
     assert queue.flows.runs[before] == "CANCELLING"
     assert queue.job(job_id).losses == 1
     assert queue.job(job_id).report is not None  # its checkpoints are still shown
@@ -365,9 +367,9 @@ def test_a_flow_that_is_lost_before_its_first_report_frees_its_nodes(
     queue: Queue, state: str, wanted: str
 ) -> None:
     job_id = queue.submit(4)
-    queue.look()
+    queue.run_once()
     first = queue.flow_of(job_id)
-    queue.look(2, seconds=100)  # no Prefect worker takes it: it is not lost yet
+    queue.run_once(2, seconds=100)  # no Prefect worker takes it: it is not lost yet
     assert (queue.flow_of(job_id), queue.state(job_id)) == (first, S.STARTING)
 
     def prefect_says() -> None:  # whatever the queue asks of Prefect: no process acts on it
@@ -380,12 +382,12 @@ def test_a_flow_that_is_lost_before_its_first_report_frees_its_nodes(
         queue.ask(job_id, wanted, S.PAUSING if wanted == "pause" else S.CANCELLING)
     for _ in range({"deleted": 28, "CANCELLING": 28, "PENDING": 1198}.get(state, 298)):
         prefect_says()
-        queue.look()
+        queue.run_once()
     assert queue.flow_of(job_id) == first, "it may begin yet"
     for _ in range(5):
         if queue.flow_of(job_id) == first:
             prefect_says()
-        queue.look()
+        queue.run_once()
     job = queue.job(job_id)
     cancelled = state == "CANCELLING" and wanted == "run"  # by someone in Prefect's page
     wanted = "cancel" if cancelled else wanted
@@ -414,17 +416,17 @@ def test_a_flow_made_while_its_job_is_paused_or_cancelled_is_ended(
         return made
 
     monkeypatch.setattr(queue.flows, "run", slow)
-    queue.look()
+    queue.run_once()
     monkeypatch.undo()
     (flow,) = queue.flows.runs
     state, reason = queue.state(job_id), queue.job(job_id).reason
     queue.lead()
-    queue.look()
+    queue.run_once()
     assert queue.flows.runs[flow] == "CANCELLING"
     assert (queue.state(job_id), queue.job(job_id).reason) == (state, reason)
     if word == "pause":  # Prefect still shows the first one as Cancelling
         queue.ask(job_id, "run", S.QUEUED)
-        queue.look(2)
+        queue.run_once(2)
         assert queue.state(job_id) is S.STARTING
         assert queue.flow_of(job_id) != flow
         assert [each.attempt for each in queue.job(job_id).usage] == [1, 2]
@@ -432,47 +434,47 @@ def test_a_flow_made_while_its_job_is_paused_or_cancelled_is_ended(
 
 def test_a_job_of_many_losses_goes_on_while_it_saves_checkpoints(queue: Queue) -> None:
     job_id = queue.submit(2)
-    queue.look()
+    queue.run_once()
     for lost in range(1, 8):
         saved = JobCheckpoint(step=lost, object_ref=f"s3://b/c/{lost}", created_at=queue.now)
         queue.report(job_id, step=lost, steps=99, checkpoints=(saved,))
-        queue.look()
+        queue.run_once()
         queue.ends(job_id, "CRASHED")
-        queue.look(2)
+        queue.run_once(2)
         assert (queue.state(job_id), queue.job(job_id).losses) == (S.STARTING, lost)
     for _ in range(2):  # with the last one, three since the newest checkpoint
         queue.report(job_id, step=8, steps=99)
         queue.lead()
         queue.ends(job_id, "CRASHED")
-        queue.look(2)
+        queue.run_once(2)
     assert queue.state(job_id) is S.STARTING
     queue.ends(job_id, "CRASHED")
-    queue.look()
+    queue.run_once()
     assert queue.state(job_id) is S.FAILED
     assert "ended 4 times without a new checkpoint" in queue.job(job_id).reason
 
 
 def test_a_job_whose_flow_no_worker_takes_gives_its_nodes_to_others(queue: Queue) -> None:
     job_id = queue.submit(4, priority=9)
-    queue.look()
+    queue.run_once()
     first = queue.flow_of(job_id)
-    queue.look(7, seconds=100)
+    queue.run_once(7, seconds=100)
     assert queue.flow_of(job_id) == first
     spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
     other = queue.add(spec, adopted=True, flow_run_id="by-hand", attempt=1).job_id
-    queue.look()
+    queue.run_once()
     job = queue.job(job_id)
     assert (job.state, job.losses, job.placement) == (S.RECOVERING, 0, None)
     assert queue.flows.runs[first] == "CANCELLING"
     assert queue.state(other) is S.ADMITTED
     queue.report(other, outcome="succeeded")
-    queue.look(5, seconds=100)
+    queue.run_once(5, seconds=100)
     job = queue.job(job_id)
     assert (job.state, job.reason) == (
         S.RECOVERING,
         "no Prefect worker has taken its flow run for 601 s",
     )
-    queue.look(2, seconds=100)
+    queue.run_once(2, seconds=100)
     assert queue.state(job_id) is S.STARTING
     assert queue.flow_of(job_id) != first
 
@@ -481,7 +483,7 @@ def test_a_flow_that_no_worker_took_is_ended_also_where_prefect_was_busy(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = queue.submit(4)
-    queue.look()
+    queue.run_once()
     flow, cancel, calls = queue.flow_of(job_id), queue.flows.cancel, []
 
     def busy_once(flow_run_id: str) -> None:
@@ -491,35 +493,35 @@ def test_a_flow_that_no_worker_took_is_ended_also_where_prefect_was_busy(
         cancel(flow_run_id)
 
     monkeypatch.setattr(queue.flows, "cancel", busy_once)
-    queue.look(8, seconds=100)
+    queue.run_once(8, seconds=100)
     assert queue.state(job_id) is S.RECOVERING
-    queue.look(2, seconds=30)
+    queue.run_once(2, seconds=30)
     assert queue.flows.runs[flow] == "CANCELLING"
 
 
 def test_a_person_need_not_wait_for_a_job_that_no_worker_took(queue: Queue) -> None:
     job_id = queue.submit(4)
-    queue.look()
-    queue.look(8, seconds=100)
+    queue.run_once()
+    queue.run_once(8, seconds=100)
     assert queue.state(job_id) is S.RECOVERING
     queue.ask(job_id, "run", S.PAUSED)
     queue.ask(job_id, "run", S.QUEUED)
-    queue.look()
+    queue.run_once()
     assert queue.state(job_id) is S.STARTING
 
 
 def test_a_job_that_prefect_cannot_start_is_preempted(queue: Queue) -> None:
     low = queue.submit(4)
     queue.flows.away = True
-    queue.look(60, seconds=10)
+    queue.run_once(60, seconds=10)
     assert queue.state(low) is S.ADMITTED
     high = queue.submit(4, priority=50)
-    queue.look(2)
+    queue.run_once(2)
     assert (queue.state(low), queue.state(high)) == (S.PREEMPTED, S.ADMITTED)
     assert queue.job(low).preemptions == 1
     assert f"preempted for {high}" in queue.job(low).history[-1].reason
     queue.flows.away = False
-    queue.look(6)
+    queue.run_once(6)
     assert queue.state(high) is S.STARTING
     assert len(queue.flows.runs) == 1
 
@@ -527,44 +529,44 @@ def test_a_job_that_prefect_cannot_start_is_preempted(queue: Queue) -> None:
 def test_of_two_victims_the_one_that_has_not_begun_is_taken() -> None:
     queue = Queue(worker("node-0"), worker("node-1"))
     begun = queue.submit(1)
-    queue.look()
+    queue.run_once()
     queue.report(begun, step=1, steps=100)
     queue.flows.away = True
     waits = queue.submit(1)
     for _ in range(100):
         queue.report(begun, step=1, steps=100)
-        queue.look()
+        queue.run_once()
     saved = JobCheckpoint(step=2, object_ref="s3://b/c/2", created_at=queue.now - 9)
     queue.report(begun, step=2, steps=100, checkpoints=(saved,))
     queue.submit(1, priority=50)
-    queue.look()
+    queue.run_once()
     assert [queue.state(each) for each in (begun, waits)] == [S.RUNNING, S.PREEMPTED]
 
 
 def test_while_prefect_is_away_no_flow_that_starts_is_lost(queue: Queue) -> None:
     job_id = queue.submit(1)
-    queue.look()
+    queue.run_once()
     queue.flows.runs[queue.flow_of(job_id)] = "PENDING"
-    queue.look(2)
+    queue.run_once(2)
     queue.flows.away = True
-    queue.look(2, seconds=300)
+    queue.run_once(2, seconds=300)
     queue.flows.away = False
-    queue.look(3, seconds=100)
+    queue.run_once(3, seconds=100)
     assert (queue.state(job_id), queue.job(job_id).losses) == (S.STARTING, 0)
 
 
 @pytest.mark.parametrize("then", ["RUNNING", "deleted"])
 def test_time_in_one_state_does_not_count_for_the_next(queue: Queue, then: str) -> None:
     job_id = queue.submit(1)
-    queue.look()
+    queue.run_once()
     flow = queue.flow_of(job_id)
     queue.flows.runs[flow] = "PENDING"  # a Prefect worker pulls an image
-    queue.look(3, seconds=350)
+    queue.run_once(3, seconds=350)
     if then == "deleted":
         del queue.flows.runs[flow]
     else:
         queue.flows.runs[flow] = then
-    queue.look(2)
+    queue.run_once(2)
     assert (queue.flow_of(job_id), queue.job(job_id).losses) == (flow, 0)
 
 
@@ -573,14 +575,14 @@ def test_prefect_does_not_show_a_dead_flow_as_cancelling_for_ever(
     queue: Queue, change_of: str
 ) -> None:
     job_id, other = queue.submit(2), queue.submit(1)
-    queue.look()
+    queue.run_once()
     dead, lives = queue.flow_of(job_id), queue.flow_of(other)
     for each in (dead, lives):
         queue.flows.runs[each] = "RUNNING"
     queue.report(job_id, step=5, steps=10)
     for _ in range(40):
         queue.report(other, step=5, steps=10)
-        queue.look()
+        queue.run_once()
     assert queue.flows.runs[dead] == "CANCELLING"
     queue.ask(other, "cancel", S.CANCELLING)  # its ranks take long to save
     if change_of == "the leader":
@@ -589,49 +591,49 @@ def test_prefect_does_not_show_a_dead_flow_as_cancelling_for_ever(
         if second == 40:
             assert queue.flows.runs[dead] == "CANCELLING", "its runner may end it yet"
         queue.report(other, step=5, steps=10)
-        queue.look()
+        queue.run_once()
     assert queue.flows.runs[dead] == "CRASHED"
     assert queue.flows.runs[lives] == "CANCELLING", "it is not lost"
 
 
 def test_a_flow_lost_while_prefect_was_away_is_cancelled_afterwards(queue: Queue) -> None:
     job_id = queue.submit(2)
-    queue.look()
+    queue.run_once()
     lost = queue.flow_of(job_id)
     queue.flows.runs[lost] = "RUNNING"
     queue.report(job_id, step=5, steps=10)
     queue.flows.away = True
-    queue.look(40)
+    queue.run_once(40)
     assert queue.job(job_id).losses == 1
     queue.lead()
     queue.flows.away = False
-    queue.look(12)
+    queue.run_once(12)
     assert queue.flows.runs[lost] == "CANCELLING"
 
 
 def test_a_new_leader_waits_for_reports_before_it_takes_a_flow_for_lost(queue: Queue) -> None:
     job_id = queue.submit(2)
-    queue.look()
+    queue.run_once()
     queue.flows.runs[queue.flow_of(job_id)] = "RUNNING"
     queue.report(job_id, step=5, steps=10)
-    queue.look()
+    queue.run_once()
     queue.now += 300  # no leader for five minutes
     queue.lead()
-    queue.look(10)
+    queue.run_once(10)
     assert queue.state(job_id) is S.RUNNING
     assert len(queue.flows.runs) == 1
 
 
 def test_a_new_leader_knows_how_a_flow_ended(queue: Queue) -> None:
     job_id = queue.submit(2)
-    queue.look()
+    queue.run_once()
     digest = "a" * 64
     queue.report(
         job_id, step=9, steps=9, outcome="succeeded", review="2 shards", report_digest=digest
     )
     queue.lead()  # before the leader looked at it
     queue.ends(job_id, "COMPLETED")
-    queue.look()
+    queue.run_once()
     job = queue.job(job_id)
     assert (job.state, job.reason) == (S.NEEDS_REVIEW, "2 shards")
     assert job.report is not None and (job.report.step, job.report.report_digest) == (9, digest)
@@ -639,7 +641,7 @@ def test_a_new_leader_knows_how_a_flow_ended(queue: Queue) -> None:
 
 def test_a_leader_that_leads_again_reads_what_was_stored_meanwhile(queue: Queue) -> None:
     job_id = queue.submit(2)
-    queue.look()
+    queue.run_once()
     queue.report(job_id, step=3, steps=9)
     before = queue.table
     queue.lead()
@@ -652,14 +654,14 @@ def test_a_leader_that_leads_again_reads_what_was_stored_meanwhile(queue: Queue)
 def test_a_leader_that_dies_between_reservation_and_start_starts_one_flow(queue: Queue) -> None:
     job_id = queue.submit(2)
     queue.flows.away = True
-    queue.look()
+    queue.run_once()
     assert queue.state(job_id) is S.ADMITTED
     reserved = queue.job(job_id).placement
     queue.flows.away = False
     run = queue.job(job_id)
     queue.flows.run("train-model", run.run_id, parameters_of(run), 1)  # started, and not recorded
     queue.lead()
-    queue.look(2)
+    queue.run_once(2)
     assert queue.state(job_id) is S.STARTING
     assert queue.job(job_id).placement == reserved
     assert len(queue.flows.runs) == 1
@@ -675,33 +677,33 @@ def test_the_flow_gets_whether_its_job_is_judged(queue: Queue) -> None:
 
 def test_pause_saves_the_job_and_resume_goes_on_on_any_nodes(queue: Queue) -> None:
     job_id = queue.submit(4)
-    queue.look()
+    queue.run_once()
     queue.ask(job_id, "pause", S.PAUSING)
-    queue.look()
+    queue.run_once()
     assert queue.flows.runs[queue.flow_of(job_id)] == "CANCELLING"
-    queue.look(3)
+    queue.run_once(3)
     assert queue.state(job_id) is S.PAUSING  # its ranks are saving
     queue.ends(job_id, "CANCELLED")
-    queue.look()
+    queue.run_once()
     assert queue.state(job_id) is S.PAUSED
     other = queue.submit(3)
-    queue.look(2)
+    queue.run_once(2)
     assert queue.state(other) is S.STARTING
-    queue.table.change(job_id, lambda job: changed(job, S.QUEUED, queue.now))
+    queue.table.change(job_id, lambda job: with_state(job, S.QUEUED, queue.now))
     queue.ends(other, "COMPLETED")
-    queue.look(2)
+    queue.run_once(2)
     assert queue.state(job_id) is S.STARTING
     assert queue.job(job_id).attempt == 2
 
 
 def test_checkpoints_of_an_earlier_run_stay_until_the_next_saves_its_own(queue: Queue) -> None:
     job_id = queue.submit(2)
-    queue.look()
+    queue.run_once()
     first = JobCheckpoint(step=40, object_ref="s3://b/c/40", created_at=queue.now)
     queue.report(job_id, step=40, steps=100, checkpoints=(first,))
-    queue.look()
+    queue.run_once()
     queue.ends(job_id, "CRASHED")
-    queue.look(2)
+    queue.run_once(2)
     queue.report(job_id)  # the next flow run has made no step yet
     queue.lead()
     queue.report(job_id)
@@ -710,10 +712,10 @@ def test_checkpoints_of_an_earlier_run_stay_until_the_next_saves_its_own(queue: 
     assert (report.step, report.checkpoints) == (0, (first,))
     queue.ask(job_id, "pause", S.PAUSING)
     queue.report(job_id, outcome="cancelled")
-    queue.look()
+    queue.run_once()
     assert "resumes at step 40" in queue.job(job_id).reason
-    queue.table.change(job_id, lambda job: changed(job, S.QUEUED, queue.now))
-    queue.look(2)
+    queue.table.change(job_id, lambda job: with_state(job, S.QUEUED, queue.now))
+    queue.run_once(2)
     newer = first.model_copy(update={"step": 60})
     queue.report(job_id, step=61, steps=100, checkpoints=(newer,))
     report = queue.job(job_id).report
@@ -725,104 +727,104 @@ def test_a_preemption_counts_work_since_the_checkpoint_or_the_begin() -> None:
     """Of two victims the one with less work to lose is taken, however long ago it began."""
     queue = Queue(worker("node-0"), worker("node-1"))
     old, young = queue.submit(1), queue.submit(1)
-    queue.look()
+    queue.run_once()
     saved = JobCheckpoint(step=40, object_ref="s3://b/c/40", created_at=queue.now)
     queue.report(old, step=40, steps=100, checkpoints=(saved,))
     queue.report(young, step=1, steps=100)
-    queue.look()
+    queue.run_once()
     for _ in range(100):  # for 1000 s
         queue.report(young, step=1, steps=100, checkpoints=())
         queue.report(old, step=40, steps=100, checkpoints=(saved,))
-        queue.look(seconds=10)
+        queue.run_once(seconds=10)
     queue.ends(old, "CRASHED")
-    queue.look(2)
+    queue.run_once(2)
     queue.report(old)  # it began again just now
-    queue.look()
+    queue.run_once()
     queue.submit(1, priority=50)
-    queue.look()
+    queue.run_once()
     assert [queue.state(each) for each in (young, old)] == [S.RUNNING, S.PAUSING]
 
 
 def test_a_job_that_finishes_while_it_is_asked_to_pause_has_succeeded(queue: Queue) -> None:
     job_id = queue.submit(2)
-    queue.look()
+    queue.run_once()
     queue.ask(job_id, "pause", S.PAUSING)
     queue.ends(job_id, "COMPLETED")
-    queue.look()
+    queue.run_once()
     assert queue.state(job_id) is S.SUCCEEDED
 
 
 def test_a_higher_priority_preempts_and_the_victim_comes_back_by_itself(queue: Queue) -> None:
     low = queue.submit(4, priority=0)
-    queue.look(2)
+    queue.run_once(2)
     queue.report(low, step=7, steps=100)
     high = queue.submit(4, priority=50)
-    queue.look(2)
+    queue.run_once(2)
     assert queue.state(low) is S.PAUSING
     assert high in queue.job(low).reason
     queue.ends(low, "CANCELLED")
-    queue.look(2)
+    queue.run_once(2)
     assert (queue.state(low), queue.state(high)) == (S.PREEMPTED, S.STARTING)
     assert queue.job(low).preemptions == 1
     queue.ends(high, "COMPLETED")
-    queue.look(2)
+    queue.run_once(2)
     assert queue.state(low) is S.STARTING
 
 
 def test_a_cancel_in_prefects_page_cancels_the_job(queue: Queue) -> None:
     job_id = queue.submit(2)
-    queue.look()
+    queue.run_once()
     queue.flows.runs[queue.flow_of(job_id)] = "CANCELLING"
-    queue.look()
+    queue.run_once()
     assert queue.state(job_id) is S.CANCELLING
     queue.ends(job_id, "CANCELLED")
-    queue.look()
+    queue.run_once()
     assert (queue.state(job_id), queue.job(job_id).reason) == (S.CANCELLED, "cancelled in Prefect")
 
 
 def test_bad_data_needs_a_review(queue: Queue) -> None:
     job_id = queue.submit(2)
-    queue.look()
+    queue.run_once()
     queue.report(job_id, step=9, steps=9, outcome="succeeded", review="passed over: 2 shards")
-    queue.look()
+    queue.run_once()
     assert queue.state(job_id) is S.NEEDS_REVIEW
     assert "2 shards" in queue.job(job_id).reason
-    queue.look(3)
+    queue.run_once(3)
     assert queue.state(job_id) is S.NEEDS_REVIEW
 
 
 def test_parameters_that_prefect_refuses_fail_the_job_and_free_its_nodes(queue: Queue) -> None:
     queue.flows.refuses = True
     job_id = queue.submit(4)
-    queue.look()
+    queue.run_once()
     assert queue.state(job_id) is S.FAILED
     queue.flows.refuses = False
     other = queue.submit(4)
-    queue.look()
+    queue.run_once()
     assert queue.state(other) is S.STARTING
 
 
 def test_an_adopted_flow_waits_its_turn_and_is_never_preempted(queue: Queue) -> None:
     first = queue.submit(3)
-    queue.look()
+    queue.run_once()
     spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
     mine = queue.add(spec, adopted=True, flow_run_id="by-hand", attempt=1).job_id
     for _ in range(40):
         queue.report(mine)
-        queue.look()
+        queue.run_once()
     assert queue.state(mine) is S.QUEUED
     queue.ends(first, "COMPLETED")
-    queue.look()
+    queue.run_once()
     assert queue.state(mine) is S.ADMITTED
     queue.report(mine)
-    queue.look()
+    queue.run_once()
     assert queue.state(mine) is S.STARTING
     queue.submit(4, priority=100)
     queue.report(mine, step=1, steps=2)
-    queue.look(3)
+    queue.run_once(3)
     assert queue.state(mine) is S.RUNNING
     queue.report(mine, outcome="succeeded")
-    queue.look()
+    queue.run_once()
     assert queue.state(mine) is S.SUCCEEDED
 
 
@@ -831,20 +833,20 @@ def test_an_adopted_flow_that_can_wait_is_preempted_and_goes_on_in_place(
 ) -> None:
     spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
     mine = queue.add(spec, adopted=True, yields=True, flow_run_id="by-hand", attempt=1).job_id
-    queue.look()
+    queue.run_once()
     queue.report(mine, step=30, steps=100, made_steps=30)
-    queue.look(2)
+    queue.run_once(2)
     assert queue.state(mine) is S.RUNNING
     high = queue.submit(4, priority=100)
-    queue.look(2)
+    queue.run_once(2)
     job = queue.job(mine)
     assert (job.state, job.wanted) == (S.PAUSING, "yield")
     queue.report(mine, step=31, steps=100, made_steps=31)
-    queue.look(2)
+    queue.run_once(2)
     assert queue.state(mine) is S.PAUSING, "its ranks still save"
     queue.lead()
     queue.report(mine, step=32, steps=100, made_steps=32, waits=True)
-    queue.look()
+    queue.run_once()
     job = queue.job(mine)
     assert (job.state, job.preemptions, job.flow_run_id) == (S.PREEMPTED, 1, "by-hand")
     assert (job.usage[-1].steps, job.usage[-1].ended) == (32, S.PREEMPTED)
@@ -852,18 +854,18 @@ def test_an_adopted_flow_that_can_wait_is_preempted_and_goes_on_in_place(
     assert queue.state(high) is S.STARTING
     for _ in range(40):
         queue.report(mine, waits=True)
-        queue.look()
+        queue.run_once()
     assert queue.state(mine) is S.PREEMPTED
     queue.ends(high, "COMPLETED")
-    queue.look()
+    queue.run_once()
     queue.report(mine, step=32, waits=True)  # it has not read that it is admitted
-    queue.look()
+    queue.run_once()
     assert queue.state(mine) is S.ADMITTED
     queue.report(mine)
-    queue.look()
+    queue.run_once()
     assert queue.state(mine) is S.STARTING
     queue.report(mine, step=100, steps=100, made_steps=68, outcome="succeeded")
-    queue.look()
+    queue.run_once()
     job = queue.job(mine)
     assert (job.state, [each.steps for each in job.usage]) == (S.SUCCEEDED, [32, 68])
     assert [each.attempt for each in job.usage] == [1, 2]
@@ -875,14 +877,14 @@ def test_an_adopted_flow_that_ends_while_it_yields_is_not_started_again(
 ) -> None:
     spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
     mine = queue.add(spec, adopted=True, yields=True, flow_run_id="by-hand", attempt=1).job_id
-    queue.look()
+    queue.run_once()
     queue.report(mine, step=30)
-    queue.look(2)
+    queue.run_once(2)
     queue.submit(4, priority=100)
-    queue.look(2)
+    queue.run_once(2)
     assert queue.job(mine).wanted == "yield"
     queue.report(mine, step=30, **report)
-    queue.look(3, seconds=15)
+    queue.run_once(3, seconds=15)
     assert queue.state(mine) is (S.CANCELLED if report else S.FAILED)
 
 
@@ -890,18 +892,18 @@ def test_an_adopted_flow_that_dies_while_paused_fails_with_what_to_do(
     queue: Queue, caplog: pytest.LogCaptureFixture
 ) -> None:
     queue.submit(4)
-    queue.look()
+    queue.run_once()
     spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
     mine = queue.add(spec, adopted=True, flow_run_id="by-hand", attempt=1).job_id
     queue.report(mine, waits=True)
     queue.table.change(
-        mine, lambda job: changed(job, S.PAUSED, queue.now, "pause requested by ada")
+        mine, lambda job: with_state(job, S.PAUSED, queue.now, "pause requested by ada")
     )
     for _ in range(40):
         queue.report(mine, waits=True)
-        queue.look()
+        queue.run_once()
     assert queue.state(mine) is S.PAUSED, "its process lives"
-    queue.look(2, seconds=20)
+    queue.run_once(2, seconds=20)
     job = queue.job(mine)
     assert (job.state, job.ended_at) == (S.FAILED, queue.now)
     assert job.reason == (
@@ -917,34 +919,34 @@ def test_an_adopted_flow_that_completes_as_it_waits_ends_its_job(
     queue: Queue, caplog: pytest.LogCaptureFixture, before: JobState, review: str
 ) -> None:
     queue.submit(4)
-    queue.look()
+    queue.run_once()
     spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
     mine = queue.add(spec, adopted=True, flow_run_id="by-hand", attempt=1).job_id
     queue.report(mine, waits=True)
     if before is S.PAUSED:
         queue.ask(mine, "run", S.PAUSED)
     queue.report(mine, outcome="succeeded", review=review)
-    queue.look(3)
+    queue.run_once(3)
     assert queue.state(mine) is (S.NEEDS_REVIEW if review else S.SUCCEEDED)
     assert "is left as it is" not in caplog.text
 
 
 def test_an_adopted_flow_that_dies_while_it_waits_gives_its_place_up(queue: Queue) -> None:
     queue.submit(4)
-    queue.look()
+    queue.run_once()
     spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
     mine = queue.add(spec, adopted=True, flow_run_id="by-hand", attempt=1).job_id
     queue.report(mine)
-    queue.look(3, seconds=15)
+    queue.run_once(3, seconds=15)
     assert queue.state(mine) is S.FAILED
     assert "start it again" in queue.job(mine).reason
 
 
 def test_a_report_of_an_earlier_flow_run_is_left_out(queue: Queue) -> None:
     job_id = queue.submit(2)
-    queue.look()
+    queue.run_once()
     queue.table.report(job_id, JobReport(at=queue.now, flow_run_id="older", outcome="failed"))
-    queue.look()
+    queue.run_once()
     assert queue.state(job_id) is S.STARTING
 
 
@@ -965,7 +967,7 @@ def test_accelerators_labels_and_a_part_of_a_kinds_name_choose_the_hosts() -> No
     }
     for host, resources in wanted.items():
         job_id = queue.submit(8, resources=resources, parameters=ours)
-        queue.look()
+        queue.run_once()
         placement = queue.job(job_id).placement
         assert placement is not None, queue.job(job_id).reason
         assert (placement.hosts, placement.level) == ({host: 8}, "host")
@@ -989,7 +991,7 @@ def test_a_team_over_its_quota_waits() -> None:
     profile = load_profile("ci", {"jobs.quotas.nlp.slots": "2", "jobs.quotas.nlp.borrow": "0"})
     queue = Queue(*(worker(f"node-{each}") for each in range(4)), profile=profile)
     first, second = queue.submit(2, team="nlp"), queue.submit(1, team="nlp")
-    queue.look(2)
+    queue.run_once(2)
     assert queue.state(first) is S.STARTING
     assert queue.state(second) is S.QUEUED
     assert "quota" in queue.job(second).reason
@@ -1000,11 +1002,11 @@ def test_changes_that_may_not_follow_are_refused(queue: Queue, state: JobState) 
     job = queue.job(queue.submit(2)).model_copy(update={"state": state})
     for following in S:
         if following in NEXT[state]:
-            made = changed(job, following, 1.0)
+            made = with_state(job, following, 1.0)
             assert (made.state, made.history[-1].state) == (following, following)
         else:
             with pytest.raises(Conflict, match=f"is {state} cannot become {following}"):
-                changed(job, following, 1.0)
+                with_state(job, following, 1.0)
     assert bool(NEXT[state]) is not state.is_final
     if state.waits or state.holds_hosts:
         assert NEXT[state] & {S.CANCELLED, S.CANCELLING}, "it can be cancelled"
@@ -1021,14 +1023,14 @@ def test_a_key_that_belongs_to_another_submission_is_refused(queue: Queue) -> No
 def test_a_job_whose_settings_the_profile_no_longer_takes_stops_no_other(queue: Queue) -> None:
     """The profile may have changed since the job was submitted, and refuses it then."""
     running = queue.submit(2)
-    queue.look()
+    queue.run_once()
     stale = {"parameters": {"training.of_an_older_release": 1}}
     queue.table.change(
         running, lambda job: job.model_copy(update={"spec": job.spec.model_copy(update=stale)})
     )
     queue.lead()
     refused, other = queue.submit(1, priority=9, **stale), queue.submit(2)
-    queue.look(2)
+    queue.run_once(2)
     assert queue.state(refused) is S.FAILED
     assert "training.of_an_older_release" in queue.job(refused).reason
     assert [queue.state(each) for each in (running, other)] == [S.STARTING, S.STARTING]
@@ -1038,7 +1040,7 @@ def test_what_goes_wrong_with_one_job_stops_no_other(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken, other = queue.submit(1), queue.submit(1)
-    queue.look()
+    queue.run_once()
     following = queue.scheduler._follow_one
 
     def follow(job: TrainingJob, state: str) -> None:
@@ -1049,7 +1051,7 @@ def test_what_goes_wrong_with_one_job_stops_no_other(
     monkeypatch.setattr(queue.scheduler, "_follow_one", follow)
     queue.report(other, step=1, steps=9)
     last = queue.submit(1)
-    queue.look()
+    queue.run_once()
     assert [queue.state(each) for each in (other, last)] == [S.RUNNING, S.STARTING]
 
 
@@ -1071,17 +1073,17 @@ def test_of_jobs_that_have_ended_the_newest_are_kept(
 def test_a_job_resumes_on_the_kind_that_it_began_on() -> None:
     queue = Queue(worker("a-0", 8), worker("h-0", 8, "NVIDIA H100"))
     job_id = queue.submit(8, parameters={"training.ranks_per_node": 0})
-    queue.look()
+    queue.run_once()
     (kind,) = queue.job(job_id).usage[-1].accelerators
     queue.ask(job_id, "pause", S.PAUSING)
     saved = JobCheckpoint(step=5, object_ref="s3://b/c/5", created_at=queue.now)
     queue.report(job_id, step=5, steps=9, checkpoints=(saved,), outcome="cancelled")
-    queue.look()
+    queue.run_once()
     queue.lead()
     assert (queue.state(job_id), queue.job(job_id).kind) == (S.PAUSED, kind)
     queue.store.workers = [worker("x-0", 8, "NVIDIA L4"), worker("y-0", 8, kind, capacity="spot")]
-    queue.table.change(job_id, lambda job: changed(job, S.QUEUED, queue.now))
-    queue.look()
+    queue.table.change(job_id, lambda job: with_state(job, S.QUEUED, queue.now))
+    queue.run_once()
     assert queue.job(job_id).placement is not None
     assert set(queue.job(job_id).placement.hosts) == {"y-0"}  # type: ignore[union-attr]
 
@@ -1089,25 +1091,25 @@ def test_a_job_resumes_on_the_kind_that_it_began_on() -> None:
 def test_a_job_without_a_checkpoint_resumes_on_any_kind() -> None:
     queue = Queue(worker("a-0", 8))
     job_id = queue.submit(8, parameters={"training.ranks_per_node": 0})
-    queue.look()
+    queue.run_once()
     queue.report(job_id, step=5, steps=9)
-    queue.look()
+    queue.run_once()
     queue.ask(job_id, "pause", S.PAUSING)
     queue.report(job_id, step=5, steps=9, outcome="cancelled")
-    queue.look()
+    queue.run_once()
     assert queue.job(job_id).reason == "pause; no step was made yet", "none was saved"
     queue.store.workers = [worker("x-0", 8, "NVIDIA L4")]
     queue.ask(job_id, "run", S.QUEUED)
-    queue.look()
+    queue.run_once()
     assert queue.state(job_id) is S.STARTING, queue.job(job_id).reason
 
 
 def test_a_flow_run_that_no_worker_takes_is_named_in_the_jobs_reason(queue: Queue) -> None:
     job_id = queue.submit(1)
-    queue.look(2)
+    queue.run_once(2)
     assert queue.job(job_id).reason == ""
-    queue.look(seconds=61.0)
+    queue.run_once(seconds=61.0)
     assert "Prefect worker" in queue.job(job_id).reason
     queue.report(job_id, step=1, steps=9)
-    queue.look()
+    queue.run_once()
     assert (queue.state(job_id), queue.job(job_id).reason) == (S.RUNNING, "")

@@ -41,18 +41,18 @@ def test_open_jobs_that_failed_have_series_and_not_too_many(
 ) -> None:
     monkeypatch.setattr("paceline.jobs.service_levels.MOST_JOBS", 1)
     once, twice, bad, _fine = (queue.submit(1) for _ in range(4))
-    queue.look()
+    queue.run_once()
     for each in (once, twice, twice):
         queue.ends(each, "CRASHED")
-        queue.look(2)
+        queue.run_once(2)
     queue.report(bad, step=9, steps=9, outcome="succeeded", review="2 shards", quarantined=2)
-    queue.look()
+    queue.run_once()
     found = metrics_of(queue)
     assert found[f"job_open_losses {twice}"] == 2
     assert found[f"job_quarantined_shards {bad}"] == 2, "it waits for a review"
     assert sum(each.startswith(("job_open_losses", "job_quarantined")) for each in found) == 2
     queue.ends(twice, "COMPLETED")
-    queue.look()
+    queue.run_once()
     assert metrics_of(queue)[f"job_open_losses {once}"] == 1, "of the open ones"
 
 
@@ -60,7 +60,7 @@ def test_slots_of_spot_nodes_are_counted_apart() -> None:
     queue = Queue(worker("a-0", 8, capacity="spot"), worker("a-1", 4), worker("a-2", 2))
     per_node = {"training.ranks_per_node": 0}
     queue.submit(6, resources={"capacity": "spot"}, parameters=per_node)
-    queue.look()
+    queue.run_once()
     found = metrics_of(queue)
     pools = [f"{name} NVIDIA A100 {each}" for name in ("pool_slots", "pool_held_slots")
              for each in ("spot", "on-demand")]  # fmt: skip
@@ -69,13 +69,13 @@ def test_slots_of_spot_nodes_are_counted_apart() -> None:
 
 def test_waits_starts_and_what_is_held(queue: Queue) -> None:
     first = queue.submit(3, team="nlp")
-    queue.look()
+    queue.run_once()
     second = queue.submit(4, team="vision", priority=-5)
     for _ in range(59):
         queue.report(first)
-        queue.look()
+        queue.run_once()
     queue.report(first, step=1, steps=9)
-    queue.look()
+    queue.run_once()
     found = metrics_of(queue)
     assert found["jobs running nlp"] == found["jobs queued vision"] == 1
     assert found["jobs failed nlp"] == 0
@@ -86,7 +86,7 @@ def test_waits_starts_and_what_is_held(queue: Queue) -> None:
     assert (found[f"pool_slots {pool}"], found[f"pool_held_slots {pool}"]) == (4, 3)
     assert found["job_held_slot_seconds_total normal nlp"] == pytest.approx(180, abs=0.1)
     queue.ends(first, "COMPLETED")
-    queue.look()
+    queue.run_once()
     found = metrics_of(queue)
     assert found["job_queue_wait_seconds_count low vision"] == 1
     assert found["job_useful_slot_seconds_total low vision"] == 0, "from the beginning"
@@ -98,21 +98,21 @@ def test_waits_starts_and_what_is_held(queue: Queue) -> None:
 
 def test_losses_by_cause_and_the_work_that_went_with_them(queue: Queue) -> None:
     job_id = queue.submit(2, team="nlp")
-    queue.look()
+    queue.run_once()
     saved = JobCheckpoint(step=1, object_ref="s3://b/c", created_at=queue.now)
     for useful in (10.0, 40.0):
         queue.now += 30
         queue.report(job_id, step=5, seconds={"useful": useful}, checkpoints=(saved,))
     queue.ends(job_id, "FAILED", "Flow run encountered an exception: WorkerLost: node-1 is gone")
-    queue.look()
+    queue.run_once()
     queue.ends(job_id, "CRASHED")
-    queue.look()
+    queue.run_once()
     queue.ends(job_id, "FAILED", "exception: ServiceUnavailable: the store does not answer")
-    queue.look()
+    queue.run_once()
     high = queue.submit(4, team="vision", priority=9)
-    queue.look()
+    queue.run_once()
     queue.ends(job_id, "CANCELLED")
-    queue.look()
+    queue.run_once()
     found = metrics_of(queue)
     causes = ("node", "lost-flow", "passing-failure", "preempted")
     assert [found[f"job_losses_total {each} nlp"] for each in causes] == [1, 1, 1, 1]
@@ -125,10 +125,10 @@ def test_losses_by_cause_and_the_work_that_went_with_them(queue: Queue) -> None:
 
 def test_the_age_of_checkpoints_is_that_of_the_worst_job_of_a_team(queue: Queue) -> None:
     jobs = [queue.submit(1, team="nlp") for _ in range(3)]
-    queue.look()
+    queue.run_once()
     for number, job_id in enumerate(jobs):
         queue.report(job_id, step=1)
-        queue.look()
+        queue.run_once()
         saved = JobCheckpoint(step=1, object_ref="s3://b/c", created_at=queue.now + number)
         queue.report(job_id, step=2, checkpoints=(saved,))
     queue.now += 500
@@ -142,9 +142,9 @@ def test_series_stay_few_and_counts_stay_when_jobs_are_deleted(
     monkeypatch.setattr("paceline.jobs.table.MOST_ENDED", 2)
     for number in range(9):
         job_id = queue.submit(1, team=f"team-{number}", priority=number)
-        queue.look()
+        queue.run_once()
         queue.ends(job_id, "COMPLETED")
-        queue.look()
+        queue.run_once()
     found = metrics_of(queue)
     assert len(queue.table.jobs()) == 2
     teams = {each.split()[2] for each in found if each.startswith("jobs_ended")}
@@ -157,7 +157,7 @@ def test_series_stay_few_and_counts_stay_when_jobs_are_deleted(
 
 def test_a_new_leader_counts_from_its_own_beginning(queue: Queue) -> None:
     job_id = queue.submit(4, team="nlp")
-    queue.look()
+    queue.run_once()
     queue.now += 1000
     queue.lead()
     queue.now += 10
@@ -169,7 +169,7 @@ def test_a_new_leader_counts_from_its_own_beginning(queue: Queue) -> None:
 
 def test_failures_of_gangs_by_host(queue: Queue) -> None:
     job_id = queue.submit(2)
-    queue.look()
+    queue.run_once()
     for times in (1, 3):  # each report has all of its flow run
         queue.report(job_id, failures={"node-1": {"lost": times, "hung": 1}})
     found = metrics_of(queue)

@@ -334,9 +334,9 @@ def test_two_deployments_of_one_model_at_once_do_not_mix(
 def test_a_planted_session_bug_is_caught_on_sockets_too(
     paced: LocalFleet, manifest: Manifest, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forgets_what_was_in_flight(self: PullState, feed: SourceStream, extent: Extent) -> None:
-        for work, part in self.works.parts(extent):
-            self.drop_from(feed, work, part)
+    def forgets_what_was_in_flight(self: PullState, stream: SourceStream, extent: Extent) -> None:
+        for task, part in self.tasks.parts(extent):
+            self.drop_from(stream, task, part)
 
     monkeypatch.setattr(PullState, "requeue", forgets_what_was_in_flight)
     _, second, third, *_ = order(manifest)

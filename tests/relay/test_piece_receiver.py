@@ -80,7 +80,7 @@ def shelf(tmp_path: Path) -> Iterator[Shelf]:
 
 
 def finish(receiver: PieceReceiver) -> None:
-    assert receiver.end() is None, "the piece matches its digest"
+    assert receiver.end_piece() is None, "the piece matches its digest"
     receiver.flush()
 
 
@@ -105,7 +105,7 @@ def test_a_hedge_that_comes_later_is_dropped(shelf: Shelf) -> None:
     first, second = shelf.receiver("a", Heard()), shelf.receiver("b", Heard())
     data = shelf.data(0)
     for receiver in (first, second):
-        receiver.begin(0, len(data))
+        receiver.begin_piece(0, len(data))
     first.take(data)
     finish(first)
     second.take(data)
@@ -118,7 +118,7 @@ def test_a_corrupt_hedge_takes_nothing_over(shelf: Shelf) -> None:
     first, second = shelf.receiver("good", good), shelf.receiver("bad", bad)
     data = shelf.data(0)
     for receiver in (first, second):
-        receiver.begin(0, len(data))
+        receiver.begin_piece(0, len(data))
     first.take(data[:10])
     second.take(memoryview(bytes(len(data))))
     assert second.end() == 0
@@ -132,7 +132,7 @@ def test_a_hedge_goes_on_where_the_first_writer_is_gone(shelf: Shelf) -> None:
     first, second = shelf.receiver("gone", Heard()), shelf.receiver("here", Heard())
     data = shelf.data(0)
     for receiver in (first, second):
-        receiver.begin(0, len(data))
+        receiver.begin_piece(0, len(data))
     first.take(data[:10])
     first.drop()  # its connection broke
     second.take(data)
@@ -144,7 +144,7 @@ def test_a_corrupt_first_writer_leaves_the_piece_to_its_hedge(shelf: Shelf) -> N
     first, second = shelf.receiver("bad", Heard()), shelf.receiver("good", Heard())
     data = shelf.data(0)
     for receiver in (first, second):
-        receiver.begin(0, len(data))
+        receiver.begin_piece(0, len(data))
     first.take(memoryview(bytes(len(data))))
     assert first.end() == 0
     second.take(data)
@@ -161,11 +161,11 @@ def test_many_streams_with_the_same_piece_leave_one_right_copy(shelf: Shelf) -> 
         receiver = shelf.receiver(f"w{number}", heard[number])
         wrong = number % 3 == 2
         start.wait()
-        receiver.begin(2, len(data))
+        receiver.begin_piece(2, len(data))
         for at in range(0, len(data), 1000):
             block = data[at : at + 1000]
-            receiver.take(memoryview(bytes(len(block))) if wrong else block)
-        receiver.end()
+            receiver.write_block(memoryview(bytes(len(block))) if wrong else block)
+        receiver.end_piece()
         receiver.flush()
 
     threads = [threading.Thread(target=bring, args=(number,)) for number in range(count)]
@@ -182,26 +182,26 @@ def test_a_piece_asked_twice_may_come_twice(shelf: Shelf) -> None:
     heard = Heard()
     receiver, data = shelf.receiver("a", heard), shelf.data(3)
     for _ in range(2):
-        receiver.begin(3, len(data))
-        receiver.take(data)
+        receiver.begin_piece(3, len(data))
+        receiver.write_block(data)
         finish(receiver)
     assert heard.pieces() == [3, 3]
     with pytest.raises(InvalidFrame, match="not requested"):
-        receiver.begin(4, len(shelf.data(4)))
+        receiver.begin_piece(4, len(shelf.data(4)))
 
 
 def test_bytes_of_an_unfinished_piece_are_a_source_that_moves(shelf: Shelf) -> None:
     heard = Heard()
     receiver, data = shelf.receiver("a", heard), shelf.data(3)
-    receiver.alive()
-    receiver.begin(3, len(data))
-    receiver.take(data[:5])
+    receiver.report_alive()
+    receiver.begin_piece(3, len(data))
+    receiver.write_block(data[:5])
     assert [event.moving for event in heard.of(SourceAlive)] == [False, True]
     with pytest.raises(InvalidFrame, match="beyond"):
-        receiver.take(memoryview(bytes(len(data))))
+        receiver.write_block(memoryview(bytes(len(data))))
     with pytest.raises(InvalidFrame, match="early"):
-        receiver.end()
-    receiver.drop()
+        receiver.end_piece()
+    receiver.drop_piece()
     assert shelf.staging.claim(3)
 
 
@@ -211,10 +211,10 @@ def test_requests_are_served_in_the_order_they_were_made(
     staging = shelf.staging
     heard = Heard()
     receiver = shelf.receiver("a", heard)
-    receiver.ask(Extent(0, shelf.manifest.piece_count))
+    receiver.add_request(Extent(0, shelf.manifest.piece_count))
     for index in range(10):
-        receiver.begin(index, len(shelf.data(index)))
-        receiver.take(shelf.data(index))
+        receiver.begin_piece(index, len(shelf.data(index)))
+        receiver.write_block(shelf.data(index))
         finish(receiver)
     serving = ServedStream(
         worker_id="node-0",

@@ -293,7 +293,7 @@ def test_a_source_that_only_sends_corrupt_pieces_is_left() -> None:
 
 def test_a_spare_is_asked_for_no_more_than_lets_the_way_back_be_probed() -> None:
     manifest = paper_manifest(400)
-    limits = SessionLimits(window_pieces=200, window_bytes=1 << 40, away_pieces=8)
+    limits = SessionLimits(window_pieces=200, window_bytes=1 << 40, on_spare_pieces=8)
     relay = session(manifest=manifest, limits=limits)
     planned = lanes("me", manifest, worker("up"), worker("far"))
     assert fetches(relay.handle(LanesAssigned(planned), 0)) == [("up", 0, 200)]

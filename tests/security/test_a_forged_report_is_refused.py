@@ -32,7 +32,7 @@ from paceline.schemas import (
     digest_of,
 )
 from paceline.tasks import promote, train
-from paceline.tasks._support import sealed
+from paceline.tasks._support import sealed_records
 from paceline.tasks._support.run import Run
 from tests.evaluation.reports import LINEAGE, SNAPSHOT, TRAINING_SNAPSHOT, interval, passing
 from tests.registry.bundles import make_evidence
@@ -107,8 +107,8 @@ def judged(training_digest: str, report: EvaluationReport | None = None) -> Eval
 
 def recorded(bucket: Bucket) -> tuple[Run, str, Evaluation]:
     run = run_of(bucket)
-    evaluation = judged(sealed.keep(run, trained(), "training"))
-    return run, sealed.keep(run, evaluation, "evaluation"), evaluation
+    evaluation = judged(sealed_records.save(run, trained(), "training"))
+    return run, sealed_records.save(run, evaluation, "evaluation"), evaluation
 
 
 def better(evaluation: Evaluation) -> Evaluation:
@@ -137,7 +137,7 @@ def test_a_report_written_into_the_bucket_is_refused(seal: str) -> None:
     url = f"s3://paceline/records/evaluation/{digest}.json"
     content: dict[str, Any] = {"record": forged.model_dump(mode="json"), "seal": ""}
     if seal == "of another installation":
-        sealed.keep(run_of(bucket, "a token of scope deploy"), forged, "evaluation")
+        sealed_records.save(run_of(bucket, "a token of scope deploy"), forged, "evaluation")
         assert url in bucket.objects
     else:
         if seal == "of the honest report":
@@ -173,7 +173,7 @@ def test_a_record_edited_in_place_is_refused() -> None:
 
 def test_a_training_that_was_not_recorded_is_missing_evidence() -> None:
     run = run_of(Bucket())
-    digest = sealed.keep(run, judged("e" * 64), "evaluation")
+    digest = sealed_records.save(run, judged("e" * 64), "evaluation")
     with pytest.raises(GateRefused, match="no such training was recorded"):
         promote.recorded_evidence(run, digest)
 
@@ -181,11 +181,11 @@ def test_a_training_that_was_not_recorded_is_missing_evidence() -> None:
 def test_a_training_record_is_no_evaluation() -> None:
     bucket = Bucket()
     run = run_of(bucket)
-    digest = sealed.keep(run, trained(), "training")
+    digest = sealed_records.save(run, trained(), "training")
     name = f"s3://paceline/records/{{}}/{digest}.json"
     bucket.objects[name.format("evaluation")] = bucket.objects[name.format("training")]
     with pytest.raises(CorruptData):
-        sealed.find(run, digest, "evaluation", TrainResult)
+        sealed_records.load(run, digest, "evaluation", TrainResult)
 
 
 @pytest.mark.parametrize("digest", ["../../models/x", "", "A" * 64, "a" * 63, "a" * 64 + "\n"])
@@ -198,10 +198,10 @@ def test_a_node_that_joined_neither_records_nor_finds() -> None:
     run, digest, evaluation = recorded(bucket := Bucket())
     joined = run_of(bucket, "")
     with pytest.raises(AccessDenied):
-        sealed.keep(joined, evaluation, "evaluation")
+        sealed_records.save(joined, evaluation, "evaluation")
     with pytest.raises(AccessDenied):
-        sealed.find(joined, digest, "evaluation", Evaluation)
-    assert sealed.found(run, "f" * 64, "evaluation", Evaluation) is None
+        sealed_records.load(joined, digest, "evaluation", Evaluation)
+    assert sealed_records.load_or_none(run, "f" * 64, "evaluation", Evaluation) is None
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_a_report_about_another_thing_is_refused(other: dict[str, str]) -> None:
 def test_a_training_in_the_ledger_counts_only_as_it_was_recorded() -> None:
     run = run_of(Bucket())
     result = trained()
-    digest = sealed.keep(run, result, "training")
+    digest = sealed_records.save(run, result, "training")
     output = result.model_dump(mode="json") | {"training_digest": digest}
     assert train._is_recorded(run, output, result.config_digest)
     for forged, config in (

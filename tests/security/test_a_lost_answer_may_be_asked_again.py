@@ -37,7 +37,7 @@ __all__ = ["rest"]
 
 def extra_bytes(client: Any, deployment_id: str) -> int:
     run = client.app.state.coordinator.read(lambda state: state.deployment_state(deployment_id))
-    return int(run.memo.extra_bytes)
+    return int(run.persisted.extra_bytes)
 
 
 def deployments(client: Any, owner: str, tmp_path: Path, count: int) -> list[str]:

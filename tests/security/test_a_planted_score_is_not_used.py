@@ -19,7 +19,7 @@ from paceline.models import (
     weights_digest,
 )
 from paceline.schemas import EvaluationSpec, RecordedScore, canonical_json
-from paceline.tasks._support import scores, sealed
+from paceline.tasks._support import scores, sealed_records
 from tests.security.test_a_forged_report_is_refused import Bucket, run_of
 
 SCORE = RecordedScore(
@@ -46,27 +46,27 @@ def place(score: RecordedScore) -> str:
 
 def test_a_recorded_score_is_found_to_the_bit_and_only_under_its_key() -> None:
     run = run_of(Bucket())
-    sealed.keep_score(run, SCORE)
-    assert sealed.find_score(run, SCORE.key) == SCORE
+    sealed_records.save_score(run, SCORE)
+    assert sealed_records.load_score(run, SCORE.key) == SCORE
     for other in OTHERS:
-        assert sealed.find_score(run, SCORE.model_copy(update=other).key) is None
+        assert sealed_records.load_score(run, SCORE.model_copy(update=other).key) is None
 
 
 def written(bucket: Bucket, how: str) -> None:
     """Put a record that is not what the installation made at the place of ``SCORE``."""
     if how == "of another installation":
-        sealed.keep_score(run_of(bucket, "a token of scope deploy"), LOW)
+        sealed_records.save_score(run_of(bucket, "a token of scope deploy"), LOW)
     elif how == "edited":
         content = json.loads(bucket.objects[place(SCORE)])
         content["record"] = LOW.model_dump(mode="json")
         bucket.objects[place(SCORE)] = canonical_json(content)
     elif how == "of another key":
         other = LOW.model_copy(update={"subject": "xz"})
-        sealed.keep_score(run_of(bucket), other)
+        sealed_records.save_score(run_of(bucket), other)
         bucket.objects[place(SCORE)] = bucket.objects[place(other)]
     elif how == "of another kind":
         run = run_of(bucket)
-        digest = sealed.keep(run, LOW, "evaluation")
+        digest = sealed_records.save(run, LOW, "evaluation")
         bucket.objects[place(SCORE)] = bucket.objects[
             f"s3://paceline/records/evaluation/{digest}.json"
         ]
@@ -82,15 +82,15 @@ def test_a_score_that_was_not_recorded_here_is_named_and_not_used(how: str) -> N
     run = run_of(bucket := Bucket())
     spec = spec_of({})
     score = SCORE.model_copy(update={"scorer": spec.scorer})
-    sealed.keep_score(run, SCORE)
+    sealed_records.save_score(run, SCORE)
     written(bucket, how)
     with pytest.raises(CorruptData, match="cannot be trusted"):
-        sealed.find_score(run, SCORE.key)
+        sealed_records.load_score(run, SCORE.key)
     bucket.objects[place(score)] = bucket.objects[place(SCORE)]
     assert scores.recorded_scores(run, spec, {}) == {}
     (note,) = run.summary.notes
     assert note.startswith("gzip is scored again: the record of this score cannot be trusted")
-    sealed.keep_score(run, score)  # as the evaluation does
+    sealed_records.save_score(run, score)  # as the evaluation does
     assert scores.recorded_scores(run, spec, {}) == {"gzip": score}
 
 
@@ -125,7 +125,9 @@ def test_a_model_is_known_by_all_that_its_predictions_follow_from(tmp_path: Path
     }
     spec = spec_of({name: each["url"] for name, each in models.items()})
     subject = local_model_digest(tmp_path)
-    sealed.keep_score(run, SCORE.model_copy(update={"subject": subject, "scorer": spec.scorer}))
+    sealed_records.save_score(
+        run, SCORE.model_copy(update={"subject": subject, "scorer": spec.scorer})
+    )
     for one, where in models.items():
         found = scores.recorded_scores(run, spec, {one: where})
         assert {name: each.subject for name, each in found.items()} == {one: subject}

@@ -25,7 +25,7 @@ from paceline.errors import AccessDenied, GateRefused, InvalidInput, InvalidProf
 from paceline.flows.lifecycle import run_lifecycle
 from paceline.flows.promote import promote_model
 from paceline.schemas import FLOW_PARAMETERS, StartFlow, digest_of
-from paceline.tasks._support import sealed
+from paceline.tasks._support import sealed_records
 from paceline.tasks.promote import recorded_evidence
 from tests.security.test_a_forged_report_is_refused import Bucket, recorded, run_of
 
@@ -111,13 +111,13 @@ def test_an_evaluation_is_found_by_its_run_and_its_job_alone() -> None:
     run, digest, _ = recorded(bucket)
     with pytest.raises(GateRefused, match="no evaluation of it was recorded"):
         recorded_evidence(run, "job-1")
-    sealed.refer(run, "evaluation", digest, "job-1")
+    sealed_records.add_references(run, "evaluation", digest, "job-1")
     for named in ("job-1", run.run_id, digest):
         assert recorded_evidence(run, named)[0] == digest
-    key = sealed.Reference(kind="evaluation", name="job-1", digest=digest).key
-    forged = sealed.Reference(kind="evaluation", name="job-1", digest="0" * 64)
+    key = sealed_records.Reference(kind="evaluation", name="job-1", digest=digest).key
+    forged = sealed_records.Reference(kind="evaluation", name="job-1", digest="0" * 64)
     other = run_of(bucket, "a token of scope deploy")
-    sealed._put(other, forged, "reference", key, digest_of(forged))
+    sealed_records._put(other, forged, "reference", key, digest_of(forged))
     with pytest.raises(GateRefused, match="cannot be trusted"):
         recorded_evidence(run, "job-1")
 

@@ -106,10 +106,10 @@ def test_the_processes_of_a_worker_are_kept_as_a_few(make_world: Any) -> None:  
     for number in range(500):
         restarted = worker.model_copy(update={"process": f"{number:064d}"})
         run._spend(run.parts["node-0"], f"node-0 {restarted.process}", 3)
-    assert len(run.memo.spent) <= 17
-    assert run.origin_bytes == 3 * 500 == sum(run.memo.spent.values())
+    assert len(run.persisted.spent) <= 17
+    assert run.origin_bytes == 3 * 500 == sum(run.persisted.spent.values())
     assert run.parts["node-0"].spent_bytes == 3 * 500
-    again = type(run)(run.deployment, run.manifest, replace(run.memo), world.state.settings)
+    again = type(run)(run.deployment, run.manifest, replace(run.persisted), world.state.settings)
     assert again.parts["node-0"].spent_bytes == again.origin_bytes == 3 * 500
     again._spend(again.parts["node-0"], f"node-0 {499:064d}", 5)
     assert again.origin_bytes == 3 * 500 + 2, "the newest one goes on where it was"

@@ -17,7 +17,7 @@ from paceline.config import DataSettings, Endpoints, GateSettings, Policy, Profi
 from paceline.schemas import OF_TEAM, SUBMITTERS, GateDecision, digest_of
 from paceline.storage import DiskStore
 from paceline.tasks import promote
-from paceline.tasks._support import sealed
+from paceline.tasks._support import sealed_records
 from paceline.tasks._support.run import Run, StageResult
 from paceline.tasks.prepare import build_data_snapshot, exam_of
 from tests.evaluation.reports import LINEAGE, SNAPSHOT
@@ -68,7 +68,7 @@ def test_another_snapshot_than_the_champions_is_refused(monkeypatch: pytest.Monk
     assert reason.startswith(f"{CHECK}: got {SNAPSHOT}, wanted {OF_BEFORE}")
     assert "gate.judged_on" in reason
     judging = judged("e" * 64).model_copy(update={"snapshot_url": "s3://b/exam"})
-    named = sealed.keep(run, judging, "evaluation")
+    named = sealed_records.save(run, judging, "evaluation")
     (reason,) = decided(run, monkeypatch, OF_BEFORE, report=named).reasons
     assert f"wanted {OF_BEFORE} (s3://b/exam), which judged the champion" in reason
     assert decided(run, monkeypatch, OF_BEFORE, judged_on=(SNAPSHOT,)).passed
@@ -86,7 +86,9 @@ def test_a_team_does_not_choose_what_judges_its_first_champion(
         digest=SNAPSHOT, is_masked=False, record=SimpleNamespace(skipped=0)
     )
     monkeypatch.setattr(promote, "load_snapshot", lambda *_: built)
-    sealed.note(run, "exam", SNAPSHOT, exam_of(source, run.runtime.profile.data, built))
+    sealed_records.add_reference(
+        run, "exam", SNAPSHOT, exam_of(source, run.runtime.profile.data, built)
+    )
     output = {"tokens": {"f" * 16: "ann"}} | ({} if of_team is None else {OF_TEAM: of_team})
     record = SimpleNamespace(output=output)
     run.__dict__["coordinator"] = SimpleNamespace(ledger_get=lambda *_: record)
@@ -120,9 +122,9 @@ def test_another_release_of_the_same_source_may_judge(
     monkeypatch: pytest.MonkeyPatch, exam: str, passes: bool
 ) -> None:
     run = run_of(Bucket())
-    sealed.note(run, "exam", OF_BEFORE, "a" * 64)
+    sealed_records.add_reference(run, "exam", OF_BEFORE, "a" * 64)
     if exam:
-        sealed.note(run, "exam", SNAPSHOT, exam)
+        sealed_records.add_reference(run, "exam", SNAPSHOT, exam)
     assert decided(run, monkeypatch, OF_BEFORE).passed is passes
 
 
@@ -151,7 +153,7 @@ def build(tmp_path: Path) -> Callable[..., str | None]:
             warn=lambda _: None, report=lambda *_: None,
         )  # fmt: skip
         output = build_data_snapshot.fn(run, str(tmp_path / name), reading).output
-        return sealed.referred(records, "exam", output["digest"])
+        return sealed_records.find_reference(records, "exam", output["digest"])
 
     return built
 

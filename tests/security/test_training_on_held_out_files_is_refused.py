@@ -25,7 +25,7 @@ from paceline.registry import Registry
 from paceline.schemas import Overlap, TaskOverlap, TaskScore, TrainingData, TrainJob, TrainResult
 from paceline.storage import DiskStore, ObjectStore
 from paceline.tasks import evaluate, train
-from paceline.tasks._support import sealed
+from paceline.tasks._support import sealed_records
 from paceline.training import config_digest, training_inputs
 from tests.evaluation.reports import CLEAN, LINEAGE, TRAINING_SNAPSHOT, interval, passing
 from tests.registry.bundles import make_evidence
@@ -468,7 +468,7 @@ def test_a_base_that_was_published_by_hand_keeps_what_it_was_trained_on(tmp_path
         more = {"base_manifest_digest": base.digest, "weights_digest": weights}
         return trained().model_copy(update=inputs | more)
 
-    weights = [sealed.weights_of(each) for each in (first, clean, exported)]
+    weights = [sealed_records.weights_of(each) for each in (first, clean, exported)]
     train._keep_descent(run, first, training("8", first, weights[1]))  # on held-out files
     train._keep_descent(run, clean, training("9", clean, weights[2]))
     by_hand = published("acme", b"2", tmp_path)
@@ -489,7 +489,10 @@ def test_weights_of_no_steps_do_not_end_the_search(tmp_path: Path) -> None:
     run.__dict__["registry"] = SimpleNamespace(by_manifest=lambda *_: None)
     base = published("base", b"0", tmp_path)
     same = trained().model_copy(
-        update={"base_manifest_digest": base.digest, "weights_digest": sealed.weights_of(base)}
+        update={
+            "base_manifest_digest": base.digest,
+            "weights_digest": sealed_records.weights_of(base),
+        }
     )
     train._keep_descent(run, base, same)
     (found,) = evaluate.trained_on(run, base, same)

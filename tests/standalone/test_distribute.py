@@ -291,7 +291,7 @@ def test_another_name_than_the_manifests_is_refused(tmp_path: Path, model: Path)
     for link_mbit in (0, -1.0, math.nan, math.inf):
         refused(InvalidInput, tmp_path, "link", source=model, link_mbit=link_mbit)
     refused(InvalidInput, tmp_path, "racks", source=model, racks=0)
-    refused(InvalidInput, tmp_path, "beyond the fuse", source=model, extra_origin_bytes=-1)
+    refused(InvalidInput, tmp_path, "beyond the origin budget", source=model, extra_origin_bytes=-1)
     refused(InvalidInput, tmp_path, "share", "nan", source=model, max_failed=math.nan)
     for first_port in (-5, 65_535):
         refused(InvalidInput, tmp_path, "no such ports", source=model, first_port=first_port)

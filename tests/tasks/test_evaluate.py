@@ -18,7 +18,7 @@ from paceline.models import model_digest
 from paceline.schemas import EvaluationSpec, RecordedScore, TrainingData, metric_digest
 from paceline.storage import DiskStore
 from paceline.tasks import evaluate as judging
-from paceline.tasks._support import scores, sealed
+from paceline.tasks._support import scores, sealed_records
 from paceline.tasks._support.run import Run
 from paceline.tasks._support.scores import recorded_besides
 from paceline.training.export_policy import BaseFacts
@@ -172,7 +172,7 @@ def test_scores_on_tasks_are_found_by_the_weights_and_the_tasks(run: Run) -> Non
         subject=model_digest("c" * 64, {}), snapshot_digest="d" * 64, scorer="now", bits=(),
         held_out_bytes=spec.settings.held_out_bytes, facts={"t": {"acc": [1.0]}}, run_id="r",
     )  # fmt: skip
-    sealed.keep_score(run, score)
+    sealed_records.save_score(run, score)
     assert recorded_besides(run, spec, models) == [score]
     as_chat = {"settings": EvaluationSettings(tasks_as_chat=True)}
     others = [{"tasks_digest": "e" * 64}, {"scorer": "before"}, {"tasks_url": ""}, as_chat]
@@ -182,7 +182,7 @@ def test_scores_on_tasks_are_found_by_the_weights_and_the_tasks(run: Run) -> Non
     settings = EvaluationSettings(metrics={"a": metric})
     measured = spec.model_copy(update={"settings": settings, "tasks_url": ""})
     figures = {"snapshot_digest": metric_digest("0" * 64, metric), "bits": (0.5,), "facts": {}}
-    sealed.keep_score(run, score.model_copy(update=figures))
+    sealed_records.save_score(run, score.model_copy(update=figures))
     assert recorded_besides(run, measured, models) == [score.model_copy(update=figures)]
     changed = EvaluationSettings(metrics={"a": metric.model_copy(update={"code_ref": "m:f@1"})})
     assert not recorded_besides(run, measured.model_copy(update={"settings": changed}), models)
@@ -201,10 +201,12 @@ def test_rows_and_the_comparison_that_were_done_are_found_again(run: Run) -> Non
         subject=model_digest("c" * 64, {}), snapshot_digest="0" * 64, scorer="now", bits=(1.0,),
         held_out_bytes=spec.settings.held_out_bytes, run_id="r", unfinished=True,
     )  # fmt: skip
-    sealed.keep_score(run, begun)
+    sealed_records.save_score(run, begun)
     assert scores.unfinished_scores(run, spec, models) == (begun,)
     assert not scores.recorded_scores(run, spec, models), "it is no score"
-    sealed.keep_score(run, begun.model_copy(update={"unfinished": False, "bits": (1.0, 2.0)}))
+    sealed_records.save_score(
+        run, begun.model_copy(update={"unfinished": False, "bits": (1.0, 2.0)})
+    )
     assert scores.unfinished_scores(run, spec, models) == (begun,), "each has its own key"
     newer = spec.model_copy(update={"scorer": "later"})
     assert not scores.unfinished_scores(run, newer, models)
@@ -216,7 +218,7 @@ def test_rows_and_the_comparison_that_were_done_are_found_again(run: Run) -> Non
             "unfinished": False,
         }
     )
-    sealed.keep_score(run, compared)
+    sealed_records.save_score(run, compared)
     assert recorded_besides(run, spec, models) == [compared]
     others = [{"trained_on": ()}, {"tasks_digest": "d" * 64}, {"scorer": "later"}]
     for other in others:

@@ -12,7 +12,7 @@ import pytest
 from paceline.config import Profile
 from paceline.errors import AccessDenied, GateRefused, NotFound
 from paceline.flows import promote as flow, publish as publish_flow, train as train_flow
-from paceline.jobs import changed
+from paceline.jobs import with_state
 from paceline.schemas import (
     JobReport,
     JobState,
@@ -22,7 +22,7 @@ from paceline.schemas import (
     TrainResult,
 )
 from paceline.tasks import prepare
-from paceline.tasks._support import approval, sealed
+from paceline.tasks._support import approval, sealed_records
 from paceline.tasks._support.run import Run
 from tests.security.test_a_forged_report_is_refused import Bucket, judged, run_of, trained
 
@@ -47,7 +47,7 @@ class Queue:
             report=JobReport(at=now, training_digest=digest),
         )  # fmt: skip
         for state in states:
-            job = changed(job, state, time.time(), f"{state} by {by}", by)
+            job = with_state(job, state, time.time(), f"{state} by {by}", by)
         self.table[job_id] = job
         return job_id
 
@@ -73,8 +73,8 @@ def run() -> Run:
 
 def recorded(run: Run, **more: Any) -> tuple[str, TrainResult]:
     result = trained().model_copy(update=more)
-    digest = sealed.keep(run, result, "training")
-    sealed.refer(run, "training", digest, result.job_id)
+    digest = sealed_records.save(run, result, "training")
+    sealed_records.add_references(run, "training", digest, result.job_id)
     return digest, result
 
 
@@ -138,7 +138,7 @@ def test_a_training_that_goes_on_from_an_unreviewed_one_is_refused(run: Run) -> 
     digest, result = recorded(run, job_id="job-2222", continues="job-1111")
     with pytest.raises(NotFound):
         approval.require_reviewed(run, digest, result)
-    sealed.refer(run, "training", first, "job-1111")
+    sealed_records.add_references(run, "training", first, "job-1111")
     with pytest.raises(GateRefused, match="no review accepted"):
         approval.require_reviewed(run, digest, result)
     queue.add(first, S.NEEDS_REVIEW, S.SUCCEEDED)
@@ -150,7 +150,7 @@ def test_the_flow_that_promotes_asks_before_it_does_anything(
 ) -> None:
     digest, result = recorded(run, **BAD)
     evaluation = judged(digest)
-    report = sealed.keep(run, evaluation, "evaluation")
+    report = sealed_records.save(run, evaluation, "evaluation")
     monkeypatch.setattr(flow, "recorded", lambda *_: nullcontext())
     monkeypatch.setattr(flow.Run, "open", lambda *_: run)
     monkeypatch.setattr(run, "lock", lambda _: nullcontext())

@@ -88,7 +88,7 @@ def run(
         group,
         progress=Progress(),
         evaluator=Evaluator(lambda: Share(rank=rank, world_size=world), 2 * ROWS),
-        numbers=StepMetrics.of(settings, parallel, group, CPU, config=CONFIG),
+        step_metrics=StepMetrics.of(settings, parallel, group, CPU, config=CONFIG),
         on_step=reports.append,
         **how,
     )

@@ -26,7 +26,7 @@ from paceline.schemas import (
     SubmitJob,
     Trained,
 )
-from paceline.tasks._support import approval, cancelling, job, sealed
+from paceline.tasks._support import approval, cancelling, job, sealed_records
 from paceline.tasks._support.run import Run
 from tests.api.conftest import FakeAgent, Served, make_runtime
 from tests.support.prefect_server import eventually
@@ -73,7 +73,7 @@ def test_a_damaged_shard_stops_the_promotion_until_a_reviewer_accepts_it(
     run = Run(served.runtime, RUN)
     run.__dict__ |= {"coordinator": owner, "store": camp.store}
     camp.store.ensure_bucket("paceline")  # of this installation's own records
-    digest = sealed.keep(run, result, "training")
+    digest = sealed_records.save(run, result, "training")
     spec = SubmitJob(
         model_id="tiny", version="v1", data_snapshot=str(result.snapshot_url),
         parameters={"training.ranks": 1},

@@ -15,7 +15,7 @@ import pytest
 from paceline.config import GuardSettings, LoraSettings, MeshSettings, TrainingSettings
 from paceline.errors import CorruptData, TrainingFailed
 from paceline.training import Deadlines
-from paceline.training.loop import BadStep, StepGuard, Verdict
+from paceline.training.loop import BadStep, StepDecision, StepGuard
 
 SETTINGS = GuardSettings(on_bad_step="skip", spike_factor=3.0, spike_window=10, max_bad_steps=2)
 
@@ -23,32 +23,32 @@ SETTINGS = GuardSettings(on_bad_step="skip", spike_factor=3.0, spike_window=10, 
 def warmed(loss: float = 2.0) -> StepGuard:
     guard = StepGuard(SETTINGS)
     for step in range(SETTINGS.spike_window):
-        assert judged(guard, loss, step=step) is Verdict.TAKE
+        assert judged(guard, loss, step=step) is StepDecision.APPLY
     return guard
 
 
-def judged(guard: StepGuard, loss: float, norm: float = 1.0, step: int = 0) -> Verdict:
-    return guard.judge(step=step, batch=step + 100, loss=loss, norm=norm)
+def judged(guard: StepGuard, loss: float, norm: float = 1.0, step: int = 0) -> StepDecision:
+    return guard.decide(step=step, batch=step + 100, loss=loss, norm=norm)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 def test_no_finite_number_is_never_taken(number: float) -> None:
-    assert judged(StepGuard(SETTINGS), number) is Verdict.SKIP
-    assert judged(StepGuard(SETTINGS), 2.0, norm=number) is Verdict.SKIP
+    assert judged(StepGuard(SETTINGS), number) is StepDecision.SKIP
+    assert judged(StepGuard(SETTINGS), 2.0, norm=number) is StepDecision.SKIP
 
 
 def test_a_loss_of_three_times_the_usual_is_a_spike_outside_the_window() -> None:
     guard = warmed()
-    assert judged(guard, 5.9) is Verdict.TAKE
+    assert judged(guard, 5.9) is StepDecision.APPLY
     before = guard.state["recent"]
-    assert judged(guard, 6.1) is Verdict.SKIP
+    assert judged(guard, 6.1) is StepDecision.SKIP
     assert guard.state["recent"] == before
 
 
 def test_the_first_steps_of_a_run_are_no_spikes() -> None:
     guard = StepGuard(SETTINGS)
     for loss in (0.1, 5.0, 0.1, 5.0):
-        assert judged(guard, loss) is Verdict.TAKE
+        assert judged(guard, loss) is StepDecision.APPLY
 
 
 def test_a_noisy_loss_near_zero_is_no_spike() -> None:
@@ -56,12 +56,12 @@ def test_a_noisy_loss_near_zero_is_no_spike() -> None:
     losses = [abs(draw.gauss(0, 1e-4)) for _ in range(300)]
     assert max(losses) > 4 * statistics.median(losses), "the factor alone would trip"
     guard = StepGuard(SETTINGS.model_copy(update={"spike_window": 50}))
-    assert all(judged(guard, each) is Verdict.TAKE for each in losses)
+    assert all(judged(guard, each) is StepDecision.APPLY for each in losses)
 
 
 def test_more_bad_steps_than_allowed_stop_the_job() -> None:
     guard = warmed()
-    assert [judged(guard, math.nan), judged(guard, 100.0)] == [Verdict.SKIP] * 2
+    assert [judged(guard, math.nan), judged(guard, 100.0)] == [StepDecision.SKIP] * 2
     with pytest.raises(TrainingFailed, match=r"diverged.*at most 2 bad steps") as caught:
         judged(guard, math.nan)
     assert not isinstance(caught.value, BadStep)
@@ -70,11 +70,11 @@ def test_more_bad_steps_than_allowed_stop_the_job() -> None:
 def test_roll_back_names_the_step_and_the_batch_and_counts_those_before() -> None:
     rolling = SETTINGS.model_copy(update={"on_bad_step": "roll-back"})
     with pytest.raises(BadStep) as caught:
-        StepGuard(rolling, bad=1).judge(step=7, batch=107, loss=math.nan, norm=1.0)
+        StepGuard(rolling, bad=1).decide(step=7, batch=107, loss=math.nan, norm=1.0)
     found = pickle.loads(pickle.dumps(caught.value))
     assert (found.step, found.batch, found.reason) == (7, 107, "nan")
     with pytest.raises(TrainingFailed) as caught_last:
-        StepGuard(rolling, bad=2).judge(step=7, batch=107, loss=math.nan, norm=1.0)
+        StepGuard(rolling, bad=2).decide(step=7, batch=107, loss=math.nan, norm=1.0)
     assert not isinstance(caught_last.value, BadStep)
 
 
@@ -90,16 +90,16 @@ def test_a_resumed_guard_decides_as_the_one_that_never_stopped() -> None:
     other = StepGuard(SETTINGS)
     other.restore(json.loads(json.dumps(guard.state)))
     assert other.state == guard.state
-    assert judged(other, 6.1) is Verdict.SKIP
+    assert judged(other, 6.1) is StepDecision.SKIP
     with pytest.raises(CorruptData):
         other.restore({"recent": ["much"]})
 
 
 def test_an_unsound_last_state_is_refused_even_where_steps_are_skipped() -> None:
     guard = StepGuard(SETTINGS)
-    guard.require_sound(True, step=3, batch=3)
+    guard.require_finite_state(True, step=3, batch=3)
     with pytest.raises(BadStep):
-        guard.require_sound(False, step=3, batch=3)
+        guard.require_finite_state(False, step=3, batch=3)
 
 
 def test_a_slow_model_has_longer_steps_and_a_large_one_a_longer_start() -> None:

@@ -289,7 +289,7 @@ def test_a_skipped_step_leaves_the_weights_and_its_save_to_the_next_one() -> Non
     settings = change(guard={"on_bad_step": "skip"})
     found = run(settings, Poisoned(CONFIG, bad=frozenset({4})))
     clean = run(settings)
-    assert [each.taken for each in found.reports] == [True] * 4 + [False] + [True] * 3
+    assert [each.applied for each in found.reports] == [True] * 4 + [False] + [True] * 3
     assert found.losses[:4] == clean.losses[:4]
     assert sorted(found.saved) == [2, 5, 6], "what was due at 4 is saved at 5"
     assert found.saved[5][0] == {"batch": 5}
@@ -301,7 +301,7 @@ def test_a_skipped_step_leaves_the_weights_and_its_save_to_the_next_one() -> Non
 def test_a_spike_is_caught_before_it_is_learned_from() -> None:
     settings = change(guard={"on_bad_step": "skip", "spike_window": 6, "spike_factor": 2.0})
     found = run(settings, Poisoned(CONFIG, bad=frozenset({5}), factor=50.0))
-    assert not found.reports[5].taken
+    assert not found.reports[5].applied
     assert found.reports[6].loss < 2 * found.reports[4].loss
 
 
@@ -320,16 +320,16 @@ def test_a_batch_without_a_single_sound_sample_changes_nothing() -> None:
             return super().inputs(batch, device)
 
     found = run(change(steps=3), Empty(CONFIG))
-    assert [each.taken for each in found.reports] == [True, False, True]
+    assert [each.applied for each in found.reports] == [True, False, True]
 
 
 def test_fp16_overflow_halves_the_scale_and_passes_over_the_step() -> None:
     settings = change(precision="float16")
     first = run(change(precision="float16", steps=1))
-    assert first.reports[0].taken
+    assert first.reports[0].applied
     first.progress.extra["loss_scale"] = {"scale": LARGEST_SCALE, "good_steps": 0}
     found = run(settings, before=first)
-    taken = [each.taken for each in found.reports]
+    taken = [each.applied for each in found.reports]
     assert not taken[0]
     assert taken[-1]
     scale = found.progress.extra["loss_scale"]["scale"]

@@ -203,7 +203,7 @@ def test_a_killed_or_frozen_launcher_is_a_lost_node_and_started_again(
         padding = {"do": "signal", "rank": -1, "number": 0, "padding": "x" * 40_000}
         told = [kept.send_all({"b": padding}) for _ in range(4)]
         assert told[-1] == {"b": "its launcher does not read its orders"}
-        gangs.lose("b", "frozen")
+        gangs.drop_node("b", "frozen")
         assert gone([frozen])
         assert gangs.lost == {"b"}
 

@@ -30,27 +30,27 @@ def test_consecutive_ranks_share_a_node_where_the_settings_say_so() -> None:
     assert places(NodePool(NODES, settings)) == ["a", "a", "b", "b", "c", "c"]
     two = NodePool(NODES[:2], settings)
     assert places(two) == ["a", "a", "b", "b", "a", "a"]
-    two.failed("b", lost=True)
+    two.record_failure("b", lost=True)
     assert places(two) == ["a"] * 6
 
 
 def test_a_lost_nodes_ranks_go_to_others_and_back_when_it_returns() -> None:
     found = roster()
-    found.failed("b", lost=True)
+    found.record_failure("b", lost=True)
     assert places(found) == ["a", "a", "c", "d"]
     assert found.assignment({}).reduced
     assert found.missing == ["b"]
-    found.returned("b")
+    found.mark_reachable("b")
     assert places(found) == list(NODES)
 
 
 def test_fewer_ranks_go_on_where_the_policy_allows() -> None:
     found = roster(min_ranks=2)
-    found.failed("b", lost=True)
+    found.record_failure("b", lost=True)
     assert places(found) == ["a", "c", "d"]
-    found.failed("c", lost=True)
+    found.record_failure("c", lost=True)
     assert places(found) == ["a", "d"]
-    found.failed("d", lost=True)
+    found.record_failure("d", lost=True)
     with pytest.raises(TrainingFailed, match=r"too few ranks are left: got 1 .* wanted at least 2"):
         found.assignment({})
 
@@ -60,7 +60,7 @@ def test_fewer_ranks_are_whole_replicas() -> None:
         ranks=4, mesh=MeshSettings(tp=2), guard=GuardSettings(min_ranks=2), accumulation=2
     )
     found = NodePool(NODES, settings)
-    found.failed("d", lost=True)
+    found.record_failure("d", lost=True)
     assert found.assignment({}).ranks == 2
     fewer = with_fewer_ranks(settings, 2)
     assert (fewer.ranks, fewer.accumulation, fewer.batch_sequences) == (2, 4, 16)
@@ -70,7 +70,7 @@ def test_fewer_ranks_are_whole_replicas() -> None:
 def test_a_spare_takes_a_lost_nodes_rank_before_the_gang_shrinks() -> None:
     found = roster(2, ("a", "b", "c"), min_ranks=1, spares=1)
     assert found.spare_nodes(1) == ["c"], "where no rank runs"
-    found.failed("a", lost=True)
+    found.record_failure("a", lost=True)
     members = found.assignment({"spare-1": "c"}).members
     assert [(each.worker_id, each.spare) for each in members] == [("c", "spare-1"), ("b", "")]
     assert not found.assignment({"spare-1": "c"}).reduced
@@ -78,26 +78,26 @@ def test_a_spare_takes_a_lost_nodes_rank_before_the_gang_shrinks() -> None:
 
 def test_a_killed_rank_is_replaced_by_its_nodes_own_spare() -> None:
     found = roster(2, ("a", "b"))
-    found.failed("b", lost=False)
+    found.record_failure("b", lost=False)
     members = found.assignment({"spare-1": "b"}).members
     assert [(each.worker_id, each.spare) for each in members] == [("a", ""), ("b", "spare-1")]
 
 
 def test_a_node_that_fails_too_often_is_left_out_where_others_remain() -> None:
     found = roster(2, ("a", "b"), failures_per_host=2)
-    found.failed("b", lost=False)
+    found.record_failure("b", lost=False)
     assert places(found) == ["a", "b"]
-    found.failed("b", lost=False)
+    found.record_failure("b", lost=False)
     assert places(found) == ["a", "a"]
-    assert found.left_out == {"b"}
+    assert found.excluded == {"b"}
     assert found.missing == [], "it is not waited for"
-    found.failed("a", lost=True)
+    found.record_failure("a", lost=True)
     assert places(found) == ["a", "b"], "a bad node is better than none"
 
 
 def test_a_node_taken_back_by_its_owner_has_not_failed() -> None:
     found = roster(2, ("a", "b"), failures_per_host=1)
-    found.preempted_node("a")
+    found.record_preemption("a")
     assert places(found) == ["b", "b"]
     assert not found.failures
     assert found.missing == ["a"]
@@ -106,16 +106,16 @@ def test_a_node_taken_back_by_its_owner_has_not_failed() -> None:
 def steps(ledger: TimeAccounts, now: float, first: int, last: int, seconds: float = 1.0) -> float:
     for step in range(first, last + 1):
         now += seconds
-        ledger.stepped(now, step, seconds=seconds, data_wait_s=0.1, stall_s=0.05)
+        ledger.record_step(now, step, seconds=seconds, data_wait_s=0.1, stall_s=0.05)
     return now
 
 
 def test_each_second_is_in_one_account_and_lost_work_is_no_progress() -> None:
     ledger = TimeAccounts(100.0)
-    ledger.resumed(0)
+    ledger.record_resume(0)
     now = steps(ledger, 105.0, 1, 10)  # 5 s to get going
-    ledger.noticed(now + 2.0)  # dead for 2 s
-    ledger.resumed(6)  # four steps are lost
+    ledger.record_failure(now + 2.0)  # dead for 2 s
+    ledger.record_resume(6)  # four steps are lost
     now = steps(ledger, now + 2.0 + 3.0, 7, 20)
     kept = ledger.finished(now + 1.0)
     accounts = {name: getattr(kept, name) for name in type(kept).model_fields}
@@ -135,11 +135,11 @@ def test_each_second_is_in_one_account_and_lost_work_is_no_progress() -> None:
 def test_a_step_that_ends_after_its_gang_was_found_hung_is_no_lost_work() -> None:
     ledger = TimeAccounts(0.0)
     now = steps(ledger, 0.0, 1, 10)
-    ledger.stepped(now + 2.4, 11, seconds=2.4, data_wait_s=0.1, stall_s=0.05)  # once thawed
+    ledger.record_step(now + 2.4, 11, seconds=2.4, data_wait_s=0.1, stall_s=0.05)  # once thawed
     steps(ledger, now + 2.4, 12, 13, seconds=0.1)
-    ledger.noticed(now + 2.8, found_at=now + 2.2)
-    ledger.noticed(now + 3.0)  # nor did the next attempt get so far as to resume
-    ledger.resumed(8)
+    ledger.record_failure(now + 2.8, found_at=now + 2.2)
+    ledger.record_failure(now + 3.0)  # nor did the next attempt get so far as to resume
+    ledger.record_resume(8)
     again = steps(ledger, now + 4.0, 9, 11)
     kept = ledger.finished(again)
     assert kept.detection_s == pytest.approx(2.2)
@@ -153,7 +153,7 @@ def test_a_step_that_ends_after_its_gang_was_found_hung_is_no_lost_work() -> Non
 
 def test_a_failure_before_the_first_step_was_start_all_along() -> None:
     ledger = TimeAccounts(0.0)
-    ledger.noticed(4.0)
+    ledger.record_failure(4.0)
     now = steps(ledger, 6.0, 1, 2)
     kept = ledger.finished(now)
     assert kept.start_s == pytest.approx(4.0)
@@ -164,7 +164,7 @@ def test_a_failure_before_the_first_step_was_start_all_along() -> None:
 def test_a_gang_that_ended_as_asked_had_nothing_to_detect() -> None:
     ledger = TimeAccounts(0.0)
     now = steps(ledger, 0.0, 1, 3)
-    ledger.stopping(now + 0.5)
+    ledger.record_stop(now + 0.5)
     kept = ledger.finished(steps(ledger, now + 1.5, 4, 5))
     assert kept.detection_s == 0
     assert kept.restart_s == pytest.approx(1.5)

@@ -50,12 +50,12 @@ def test_bad_samples_are_named_counted_and_passed_over(camp: Camp, launcher: Loc
 
 def test_each_ranks_quarantine_is_reported_once_and_is_in_the_result(camp: Camp) -> None:
     news, bad = QuarantineReporter(), {"b" * 64: "rotten"}
-    assert news.any_in(bad)
-    first = news.of(bad)
+    assert news.has_new(bad)
+    first = news.new_in(bad)
     assert first == {"quarantined_shards": ["b" * 64], "quarantined_why": bad}
-    assert not news.any_in(bad) and news.of(bad) == {}
+    assert not news.has_new(bad) and news.new_in(bad) == {}
     bad["a" * 64 + "#7"] = "it raised"
-    assert news.of(bad)["quarantined_why"] == {"a" * 64 + "#7": "it raised"}
+    assert news.new_in(bad)["quarantined_why"] == {"a" * 64 + "#7": "it raised"}
     assert QuarantineReporter().of({"c" * 64}) == {
         "quarantined_shards": ["c" * 64],
         "quarantined_why": {},

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Path as PathParameter, Query, Response
 
@@ -69,6 +69,9 @@ from paceline.schemas import (
     digest_of,
     require_no_secrets,
 )
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 
 log = logging.getLogger(__name__)
 
@@ -151,21 +154,7 @@ class IdentityIssuer:
         if by_group:
             admission = member_id(who.token_id, asked.worker_id, key_digest)
         days = self._runtime.profile.security.identity_days
-        with _unavailable_on_file_error():
-            authority, rest_ca = self._authority(), self._rest_ca()
-            ca, other = read_certificate(authority.cert), authorities(self._directory)[1]
-            beside = read_certificate(other.cert) if other else None
-            signatures = (
-                (endorse(ca, other), endorse(beside, authority)) if other and beside else ()
-            )
-            trusted = trusted_set(self._directory)
-            certificate = issue_for_key(
-                authority,
-                asked.worker_id,
-                key,
-                valid_days=days,
-                admission=admission,
-            )
+        certificates, trusted = self._sign(asked.worker_id, key, days, admission)
         token, expires_at = new_token(), now + days * DAY_S
         self._coordinator.handle(
             AdmitWorker(
@@ -182,19 +171,38 @@ class IdentityIssuer:
         )
         return WorkerIdentity(
             worker_id=asked.worker_id,
-            certificate=certificate.decode(),
-            ca=ca.decode(),
+            **certificates,
             certificate_expires_at=expires_at,
             token=token.text,
             token_expires_at=expires_at,
             renew_at=now + days * DAY_S * RENEW_AT,
             peer_token=self._runtime.secrets.peers_token,
-            rest_ca=rest_ca,
-            other_ca=beside.decode() if beside else None,
-            endorsements=signatures,
             coordinator_urls=known.coordinator_urls or tuple(filter(None, [known.coordinator_url])),
             profile=self._runtime.profile.model_dump(mode="json", exclude=SERVER_SECTIONS),
         )
+
+    def _sign(
+        self, worker_id: str, key: EllipticCurvePublicKey, days: float, admission: str
+    ) -> tuple[dict[str, Any], str | None]:
+        """Return the certificates of a WorkerIdentity by its fields' names, and the authorities
+        that it trusts; raises ServiceUnavailable where the installation's files cannot be read.
+        """
+        with _unavailable_on_file_error():
+            authority, rest_ca = self._authority(), self._rest_ca()
+            ca, other = read_certificate(authority.cert), authorities(self._directory)[1]
+            other_ca = read_certificate(other.cert) if other else None
+            both = (endorse(ca, other), endorse(other_ca, authority)) if other and other_ca else ()
+            certificate = issue_for_key(
+                authority, worker_id, key, valid_days=days, admission=admission
+            )
+            fields = {
+                "certificate": certificate.decode(),
+                "ca": ca.decode(),
+                "rest_ca": rest_ca,
+                "other_ca": other_ca.decode() if other_ca else None,
+                "endorsements": both,
+            }
+            return fields, trusted_set(self._directory)
 
     def _require_free(self, token_id: str, worker_id: str) -> None:
         """Raise Conflict if this first use of a join token would end a living worker's identity."""
@@ -260,6 +268,36 @@ def make_access_router(
     """Return the routes for tokens, joining and the audit history."""
     router = APIRouter()
 
+    _add_tokens(router, coordinator, admission, authenticator)
+    _add_history(router, coordinator)
+
+    @router.post("/workers/join", tags=["access"])
+    def join_worker(call: JoinWorker) -> WorkerIdentity:
+        """Spend a join token and return a worker's certificate and token.
+
+        The call may be repeated with the same key until the join token expires.
+        """
+        return admission.admit(call)
+
+    @router.post("/workers/renew", tags=["access"])
+    def renew_worker(call: JoinWorker) -> WorkerIdentity:
+        """Return a worker's next token and certificate, before the current ones expire."""
+        return admission.admit(call)
+
+    @router.get("/ca.pem", tags=["access"], response_class=Response)
+    def get_authority() -> Response:
+        """Return the authority's certificate, which is public."""
+        return Response(admission.ca_pem(), media_type="application/x-pem-file")
+
+    return router
+
+
+def _add_tokens(
+    router: APIRouter,
+    coordinator: Coordinator,
+    admission: IdentityIssuer,
+    authenticator: Authenticator,
+) -> None:
     def issue(call: CreateToken | CreateJoinToken, ca_sha256: str | None) -> CreatedToken:
         # A join token carries the fingerprint; of others callers get it beside the token.
         drawn = new_token(ca_sha256 if isinstance(call, CreateJoinToken) else None)
@@ -299,19 +337,8 @@ def make_access_router(
         assert isinstance(answer, Success)
         return answer
 
-    @router.post("/workers/join", tags=["access"])
-    def join_worker(call: JoinWorker) -> WorkerIdentity:
-        """Spend a join token and return a worker's certificate and token.
 
-        The call may be repeated with the same key until the join token expires.
-        """
-        return admission.admit(call)
-
-    @router.post("/workers/renew", tags=["access"])
-    def renew_worker(call: JoinWorker) -> WorkerIdentity:
-        """Return a worker's next token and certificate, before the current ones expire."""
-        return admission.admit(call)
-
+def _add_history(router: APIRouter, coordinator: Coordinator) -> None:
     @router.get("/audit", tags=["access"])
     def get_audit(
         after: Number = 0,
@@ -338,13 +365,6 @@ def make_access_router(
         )
         rows = coordinator.history(asked)
         return EventList(events=tuple(rows), last=max((e.seq for e in rows), default=after or 0))
-
-    @router.get("/ca.pem", tags=["access"], response_class=Response)
-    def get_authority() -> Response:
-        """Return the authority's certificate, which is public."""
-        return Response(admission.ca_pem(), media_type="application/x-pem-file")
-
-    return router
 
 
 MOST_RULES = 1000

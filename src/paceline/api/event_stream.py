@@ -86,7 +86,7 @@ class SnapshotReader:
                 shown.add(each.deployment_id)
         newest: dict[str, int] = {}
         for each in every:
-            number = state.deployment_state(each.deployment_id).memo.number
+            number = state.deployment_state(each.deployment_id).persisted.number
             newest[each.model_id] = max(newest.get(each.model_id, 0), number)
         deployments = [
             self._deployment(state, each, newest[each.model_id])
@@ -137,9 +137,9 @@ class SnapshotReader:
 
 def _activation(run: DeploymentState, newest: int) -> Literal["none", "switching", "active"]:
     """Return the run's activation; the ``newest`` activation number of a model is active."""
-    if run.memo.switch is not None and run.memo.switch.open:
+    if run.persisted.switch is not None and run.persisted.switch.open:
         return "switching"
-    return "active" if 0 < run.memo.number == newest else "none"
+    return "active" if 0 < run.persisted.number == newest else "none"
 
 
 @dataclass(eq=False)

@@ -96,17 +96,6 @@ def make_flow_router(
     """Return the routes of ``runtime``'s installation; ``starter`` is None without Prefect."""
     router = APIRouter()
     endpoints = runtime.endpoints
-    records = ObjectStore.from_runtime(runtime)  # its clients are made at the first read
-
-    def prefect() -> PrefectStarter:
-        if starter is None:
-            raise NotFound(
-                "this installation has no Prefect server to start flows at",
-                wanted="endpoints.prefect_api_url",
-                do="Run the command on a machine with the state directory, or have an operator "
-                "name the server: `paceline init --prefect URL`.",
-            )
-        return starter
 
     @router.get("/installation", tags=["installation"])
     def get_installation() -> InstallationView:
@@ -138,7 +127,7 @@ def make_flow_router(
         _require_allowed(call, runtime.profile, lambda url: allowed_source(url, runtime))
         call = _of_caller(call)
         note_submitter(coordinator, call.run_id)  # before the flow can ask for an approval
-        made = prefect().run(call.flow, call.run_id, call.parameters)
+        made = _require_prefect(starter).run(call.flow, call.run_id, call.parameters)
         if (request := current_call.get()) is not None:
             request.on.update(flow=call.flow, run_id=call.run_id, flow_run_id=made.flow_run_id)
             name = EventName.CHANGE_ACCEPTED
@@ -150,18 +139,29 @@ def make_flow_router(
         flow_run_id: FlowRunId, after: Annotated[int, Query(ge=0, le=2**31)] = 0
     ) -> FlowRunView:
         """Return a flow run's state, and the lines of its log after the first ``after``."""
-        found = prefect().view(flow_run_id, after)
+        found = _require_prefect(starter).view(flow_run_id, after)
         _require_own(found, table, coordinator)
         return found
 
     @router.delete("/flows/{flow_run_id}", tags=["flows"])
     def cancel_flow_run(flow_run_id: FlowRunId) -> Success:
         """Request the cancellation of a flow run."""
-        found = prefect().view(flow_run_id)  # raises NotFound for one that is not Paceline's
+        found = _require_prefect(starter).view(
+            flow_run_id
+        )  # raises NotFound for one that is not Paceline's
         _require_scope(found.flow)
         _require_own(found, table, coordinator)
-        prefect().cancel(flow_run_id)
+        _require_prefect(starter).cancel(flow_run_id)
         return Success()
+
+    _add_approvals(router, runtime, coordinator, starter)
+    return router
+
+
+def _add_approvals(
+    router: APIRouter, runtime: Runtime, coordinator: Coordinator, starter: PrefectStarter | None
+) -> None:
+    records = ObjectStore.from_runtime(runtime)  # its clients are made at the first read
 
     @router.get("/approvals", tags=["flows"])
     def list_approvals() -> ApprovalList:
@@ -194,7 +194,7 @@ def make_flow_router(
         request, approval = _decided(runtime, coordinator, run_id, call)
         word = "approve" if approval.approved else "reject"
         answer = {"decision": word, "reason": approval.reason}
-        view = prefect().resume(request.flow_run_id, answer)
+        view = _require_prefect(starter).resume(request.flow_run_id, answer)
         return ApprovalShown(
             status="approved" if approval.approved else "rejected",
             request=request,
@@ -203,7 +203,16 @@ def make_flow_router(
             submitters=approval.submitters,
         )
 
-    return router
+
+def _require_prefect(starter: PrefectStarter | None) -> PrefectStarter:
+    if starter is None:
+        raise NotFound(
+            "this installation has no Prefect server to start flows at",
+            wanted="endpoints.prefect_api_url",
+            do="Run the command on a machine with the state directory, or have an operator "
+            "name the server: `paceline init --prefect URL`.",
+        )
+    return starter
 
 
 def _require_own(found: FlowRunView, table: JobTable, coordinator: Coordinator) -> None:

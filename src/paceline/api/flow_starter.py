@@ -274,7 +274,7 @@ class FlowRunSupervisor(RepeatedTask):
         self._reported: dict[str, str] = {}  # flow run → its failed state that was reported
         self._states_s = -STATES_S
 
-    def look(self) -> None:
+    def run_once(self) -> None:
         """Start due flow runs, and reconcile states every STATES_S."""
         deployments = self._coordinator.read(
             lambda state: [e for e in state.deployments() if e.flow_wanted or e.flow_run_id]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable
-from itertools import takewhile
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Header
@@ -42,8 +41,7 @@ from paceline.jobs import (
     JobTable,
     RecentCosts,
     Request,
-    budget_reason,
-    changed,
+    end_requested,
     engine_of,
     estimate_like,
     estimate_submitted,
@@ -52,7 +50,9 @@ from paceline.jobs import (
     require_open,
     require_permitted,
     require_prices,
+    resumed,
     training_costs,
+    with_state,
 )
 from paceline.relay import allowed_source, fetch_allowed_manifest
 from paceline.schemas import (
@@ -182,7 +182,7 @@ def _add_changing(
             require_open(job, "pause")
             if job.state is JobState.PAUSED or job.wanted == "pause":
                 return job
-            return _ended_by(job, "pause", JobState.PAUSED, JobState.PAUSING)
+            return end_requested(job, "pause", by=current_caller().name, at=time.time())
 
         return shown(change(job_id, make))
 
@@ -199,31 +199,12 @@ def _add_changing(
             # so it is done before the table is locked.
             _require_room(paused, runtime, coordinator)
 
-        def make(job: TrainingJob) -> TrainingJob:
-            job = job if budget is None else _with_budget(job, budget)
-            if budget is not None and (job.state.waits or job.state.holds_hosts):
-                return job
-            if _is_resumed(job):
-                return job
-            if job.state is not JobState.PAUSED:
-                raise Conflict(
-                    "nothing to resume: the job is not paused",
-                    got=job.state,
-                    wanted=JobState.PAUSED,
-                    where=job_id,
-                )
-            is_spent, why = budget_reason(job, prices, time.time())
-            if is_spent:
-                raise Conflict(
-                    "nothing is left of the job's budget",
-                    got=why,
-                    wanted="a higher budget",
-                    where=job_id,
-                    do=f"`paceline jobs resume {job_id} --budget AMOUNT`, 0 for none.",
-                )
-            return changed(job, JobState.QUEUED, time.time(), "resumed", current_caller().name)
-
-        return shown(change(job_id, make))
+        return shown(
+            change(
+                job_id,
+                lambda job: resumed(job, budget, prices, by=current_caller().name, at=time.time()),
+            )
+        )
 
     @router.post(f"{JOBS}/{{job_id}}/cancel")
     def cancel_job(job_id: JobId) -> JobView:
@@ -233,7 +214,7 @@ def _add_changing(
             if job.state is JobState.CANCELLED or job.wanted == "cancel":
                 return job
             require_open(job, "cancel")
-            return _ended_by(job, "cancel", JobState.CANCELLED, JobState.CANCELLING)
+            return end_requested(job, "cancel", by=current_caller().name, at=time.time())
 
         return shown(change(job_id, make))
 
@@ -243,50 +224,27 @@ def _add_changing(
         four-eyes, its submitter accepts nothing."""
         require_no_secrets(call)
 
-        def make(job: TrainingJob) -> TrainingJob:
-            policy = runtime.profile.gate.policy(job.spec.model_id)
-            own = job.submitted_by == current_caller().name
-            if call.accepted and own and policy.approval == "four-eyes":
-                refuse_own("who submitted a job may not accept it", job_id)
-            if job.state is not JobState.NEEDS_REVIEW:
-                raise Conflict(
-                    "this job waits for no review",
-                    got=job.state,
-                    wanted=JobState.NEEDS_REVIEW,
-                    where=job_id,
-                )
-            word = "accepted" if call.accepted else "rejected"
-            state = JobState.SUCCEEDED if call.accepted else JobState.FAILED
-            why = f"{word} by {current_caller().name}" + (f": {call.reason}" if call.reason else "")
-            return changed(job, state, time.time(), why, current_caller().name)
-
-        return shown(change(job_id, make))
+        return shown(change(job_id, lambda job: _reviewed(job, call, runtime.profile)))
 
 
-def _ended_by(job: TrainingJob, wanted: str, at_once: JobState, ending: JobState) -> TrainingJob:
-    """Return ``job`` paused or cancelled by the caller: at once where no flow runs for it."""
-    who, now = current_caller().name, time.time()
-    reason = f"{wanted} requested by {who}"
-    if job.state.waits or job.state is JobState.PAUSED:
-        return changed(job, at_once, now, reason, who)
-    if job.state is JobState.ADMITTED and not job.adopted:
-        return changed(job, at_once, now, reason, who)
-    if job.state is ending:  # it yields, and is to stay away
-        return job.model_copy(update={"wanted": wanted, "reason": reason})
-    return changed(job, ending, now, reason, who, wanted=wanted)
-
-
-def _is_resumed(job: TrainingJob) -> bool:
-    """Return whether a person has resumed the job just now: since then the queue has started it at
-    most, and its caller repeats the request, perhaps for want of an answer."""
-    begins = (JobState.QUEUED, JobState.ADMITTED, JobState.STARTING)
-    since = takewhile(lambda each: each.state in begins, reversed(job.history))
-    return any(each.reason == "resumed" for each in since)
-
-
-def _with_budget(job: TrainingJob, budget: float) -> TrainingJob:
-    spec = job.spec.model_copy(update={"budget": budget or None})
-    return job.model_copy(update={"spec": spec, "budget_warned": False})
+def _reviewed(job: TrainingJob, call: ReviewJob, profile: Profile) -> TrainingJob:
+    """Return ``job`` accepted or rejected by the caller; raises Conflict where it waits for no
+    review, AccessDenied where its submitter may not accept it."""
+    policy = profile.gate.policy(job.spec.model_id)
+    own = job.submitted_by == current_caller().name
+    if call.accepted and own and policy.approval == "four-eyes":
+        refuse_own("who submitted a job may not accept it", job.job_id)
+    if job.state is not JobState.NEEDS_REVIEW:
+        raise Conflict(
+            "this job waits for no review",
+            got=job.state,
+            wanted=JobState.NEEDS_REVIEW,
+            where=job.job_id,
+        )
+    word = "accepted" if call.accepted else "rejected"
+    state = JobState.SUCCEEDED if call.accepted else JobState.FAILED
+    why = f"{word} by {current_caller().name}" + (f": {call.reason}" if call.reason else "")
+    return with_state(job, state, time.time(), why, current_caller().name)
 
 
 def _estimate(

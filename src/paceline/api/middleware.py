@@ -85,7 +85,7 @@ class RefusedCall:
 class Authenticator:
     """Authenticates bearer tokens: the installation's own and those of the TokenRegistry."""
 
-    def __init__(self, secrets: Secrets, book: Callable[[], TokenRegistry]) -> None:
+    def __init__(self, secrets: Secrets, registry: Callable[[], TokenRegistry]) -> None:
         if not secrets.coordinator_token:
             raise InvalidInput(
                 "the coordinator has no token",
@@ -93,14 +93,14 @@ class Authenticator:
                 wanted="Secrets.coordinator_token",
                 do="Start it with `paceline up`, which makes one.",
             )
-        self._book = book
-        self._standing = (
+        self._registry = registry
+        self._builtin_tokens = (
             (sha256_of(secrets.agents_token), _builtin_caller("agents", TokenScope.WORKER)),
             (sha256_of(secrets.coordinator_token), _builtin_caller(FIRST_ADMIN, TokenScope.ADMIN)),
         )
         self.seen: dict[str, float] = {}  # when each TokenRegistry token was last used
 
-    def recognise(self, authorization: list[bytes], now: float) -> Caller:
+    def authenticate(self, authorization: list[bytes], now: float) -> Caller:
         """Return the caller whose token the header carries; raises AccessDenied."""
         scheme, _, given = authorization[0].partition(b" ") if authorization else (b"", b"", b"")
         if len(authorization) != 1 or scheme.lower() != b"bearer" or not given:
@@ -111,10 +111,10 @@ class Authenticator:
             )
         token = given.decode("latin-1")
         digest = sha256_of(token)
-        for known, caller in self._standing:
+        for known, caller in self._builtin_tokens:
             if hmac.compare_digest(known, digest):
                 return caller
-        record = self._book().recognise(token, now)
+        record = self._registry().authenticate(token, now)
         self.seen[record.token_id] = now
         return Caller(
             name=record.name,
@@ -171,7 +171,7 @@ class AccessMiddleware:
             return
         found = find_route(method, scope["path"])
         address = scope["client"][0] if scope.get("client") else ""
-        caller, refusal = self._judge(scope, found, address)
+        caller, refusal = self._authorize(scope, found, address)
         route = found.route
         call = Call(
             caller=caller,
@@ -187,7 +187,7 @@ class AccessMiddleware:
             await response(scope, receive, send)
             return
 
-        async def noted(message: Message) -> None:
+        async def send_and_audit(message: Message) -> None:
             status = message.get("status", 0)
             if message["type"] == "http.response.start" and 400 <= status != 503:  # 503: "again"
                 self._refused(RefusedCall(call, status, scope.get("paceline.code", "")))
@@ -200,11 +200,13 @@ class AccessMiddleware:
                 log.info("first use of %s is not kept now: %s", caller.token_id, error)
         mark = current_call.set(call)
         try:
-            await self._app(scope, bounded_body(receive), noted if call.is_change else send)
+            await self._app(
+                scope, bounded_body(receive), send_and_audit if call.is_change else send
+            )
         finally:
             current_call.reset(mark)
 
-    def _judge(
+    def _authorize(
         self, scope: Scope, found: RouteMatch, address: str
     ) -> tuple[Caller | None, _Refusal | None]:
         now_s, route = self._monotonic(), found.route
@@ -212,11 +214,11 @@ class AccessMiddleware:
             return None, _rate_limited(self._open.take(address, now_s))
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         try:
-            caller = self._authenticator.recognise(given, self._wall())
+            caller = self._authenticator.authenticate(given, self._wall())
         except AccessDenied as error:
             # An address with many failures receives 429; a valid token passes even from there.
-            late = _rate_limited(self._failures.take(address, now_s))
-            return None, late or _Refusal(error, 401)
+            rate_limit = _rate_limited(self._failures.take(address, now_s))
+            return None, rate_limit or _Refusal(error, 401)
         if route is None:
             return caller, _unknown(scope)
         if caller.scopes.isdisjoint(route.scopes):
@@ -232,10 +234,12 @@ class AccessMiddleware:
             return caller, _rate_limited(self._take(caller, "calls", now_s)) or _Refusal(
                 denied, 403
             )
-        late = _rate_limited(self._take(caller, route.bucket, now_s))
-        if late is None and route.is_change:
-            late = _rate_limited(self._bodies.take(caller.token_id, now_s, _body_bytes(scope)))
-        return caller, late
+        rate_limit = _rate_limited(self._take(caller, route.bucket, now_s))
+        if rate_limit is None and route.is_change:
+            rate_limit = _rate_limited(
+                self._bodies.take(caller.token_id, now_s, _body_bytes(scope))
+            )
+        return caller, rate_limit
 
     def _take(self, caller: Caller, bucket: str, now_s: float) -> float:
         if bucket != "beats":
@@ -309,7 +313,7 @@ class LeaderGate:
         deciding = scope["method"] not in READS or scope["path"].endswith(DECIDING_READS)
         withheld = False
 
-        async def stamped(message: Message) -> None:
+        async def send_with_leader(message: Message) -> None:
             nonlocal withheld
             if message["type"] == "http.response.start":
                 if deciding and term is not None and coordinator.term != term:
@@ -324,14 +328,14 @@ class LeaderGate:
                 await send(message)
 
         if not deciding or term is not None:
-            await self._app(scope, receive, stamped)
+            await self._app(scope, receive, send_with_leader)
         elif leader is not None:
             redirect = Response(
                 status_code=307, headers={"Location": _leader_location(leader, scope)}
             )
-            await redirect(scope, receive, stamped)
+            await redirect(scope, receive, send_with_leader)
         else:
-            await problem_response(_no_leader())(scope, receive, stamped)
+            await problem_response(_no_leader())(scope, receive, send_with_leader)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {EPOCH_HEADER: str(self._coordinator.leader_epoch)}
@@ -347,7 +351,7 @@ def _leader_location(leader: Term, scope: Scope) -> str:
 def _no_leader() -> NotLeading:
     return NotLeading(
         "this replica does not lead",
-        got="nobody is known to lead now",
+        got="no replica is known to lead now",
         do="Call again in a second, or another replica.",
     )
 

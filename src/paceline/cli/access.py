@@ -19,10 +19,10 @@ from paceline.cli.options import (
     json_option,
     notice,
     parsed,
+    resolve_deployment_id,
     show,
     show_table,
     state_option,
-    whole_deployment_id,
 )
 from paceline.client import START_S, AccessClient, CoordinatorClient, retry
 from paceline.config import (
@@ -187,7 +187,7 @@ def audit(
     """Show the newest of what happened: who changed what, from where, and what was refused."""
     client = _client(state)
     rows = client.audit(
-        deployment_id=deployment and whole_deployment_id(client, deployment),
+        deployment_id=deployment and resolve_deployment_id(client, deployment),
         since=None if since is None else max(0.0, time.time() - since),
         newest_first=True,
         **wanted,

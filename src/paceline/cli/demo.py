@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.options import (
-    handling,
     json_option,
     point_prefect_at,
     profile_options,
     read_profile,
+    signal_handler,
     state_directory,
     state_option,
     there,
@@ -88,7 +88,7 @@ def demo(
         if keep:
             stopped = SignalEvent()
             # from before the summary: a script that has read it may end the demo at once
-            with handling(lambda *_: stopped.set(), signal.SIGINT, signal.SIGTERM):
+            with signal_handler(lambda *_: stopped.set(), signal.SIGINT, signal.SIGTERM):
                 _report(runtime, summary, as_json, keep)
                 _keep_open(directory, stopped)
         else:

@@ -18,21 +18,21 @@ from paceline.cli.flows import FlowCall
 from paceline.cli.options import (
     LINK,
     SIZE,
-    ends_in_order,
     is_typed,
     json_option,
+    log_only_defects,
     next_line,
     objects_of,
     profile_options,
     read_profile,
     refuse_typed,
+    resolve_run_id,
     run_id_option,
-    say_only_defects,
     show,
     state_directory,
     state_option,
+    terminated_by_signals,
     to_option,
-    whole_run_id,
 )
 from paceline.config import Runtime, find_installation, load_runtime
 from paceline.errors import InvalidInput, NotReady
@@ -164,13 +164,13 @@ def publish(
             wanted="--piece-hash sha256, or no option",
         )
     key = load_key(sign) if sign else None
-    say_only_defects()
+    log_only_defects()
     began = time.monotonic()
     if discard_unfinished:
         discard(url, store)
     from paceline.cli.progress import PublishBars
 
-    with ends_in_order(), PublishBars() as bars:
+    with terminated_by_signals(), PublishBars() as bars:
         common: dict[str, Any] = {
             "store": store,
             "link_mbit": link or settings.cluster.link_mbit,
@@ -316,7 +316,7 @@ def distribute(
                 allow_older=allow_older,
                 digest=digest,
                 cancels=cancel_on_interrupt,
-                run_id=run_id and whole_run_id(runtime, run_id),
+                run_id=run_id and resolve_run_id(runtime, run_id),
                 as_json=as_json,
             )
         call = FlowCall(state=state, run_id=run_id, as_json=as_json)
@@ -355,10 +355,10 @@ def distribute(
         settings, objects = objects_of(state, profile, overrides)
     else:
         settings, objects = read_profile(profile, overrides), None
-    say_only_defects()
+    log_only_defects()
     from paceline.cli.progress import RelayBars
 
-    with ends_in_order(), RelayBars() as bars:
+    with terminated_by_signals(), RelayBars() as bars:
         done = bring(
             model_id,
             into,

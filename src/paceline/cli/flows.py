@@ -21,17 +21,17 @@ from paceline.cli.options import (
     json_option,
     next_line,
     notice,
-    or_last,
+    or_newest_made,
     point_prefect_at,
     project_option,
     remember,
+    resolve_job_id,
+    resolve_run_id,
+    resolve_training_id,
     run_id_option,
     show,
     state_option,
     team_option,
-    whole_job_id,
-    whole_run_id,
-    whole_training_id,
 )
 from paceline.client import CoordinatorClient
 from paceline.config import Runtime, find_installation, with_job_settings
@@ -73,7 +73,7 @@ class FlowCall:
         interrupted, it reports the deployments that continue, or with ``cancels`` cancels them.
         """
         runtime = find_installation(self.state)
-        run_id = self.run_id and whole_run_id(runtime, self.run_id)
+        run_id = self.run_id and resolve_run_id(runtime, self.run_id)
         if runtime.is_login:
             from paceline.cli.login import run_flow
 
@@ -254,16 +254,16 @@ def require_inputs(runtime: Runtime, given: Mapping[str, Any]) -> None:
 
 def require_records(run: Run, given: Mapping[str, Any]) -> None:
     """Refuse a training or an evaluation that this installation did not record, before Prefect;
-    raises as ``sealed.find``."""
+    raises as ``sealed_records.load``."""
     from paceline.schemas import Evaluation, TrainResult
-    from paceline.tasks._support import sealed
+    from paceline.tasks._support import sealed_records
 
     for name, kind, record in (
         ("trained", "training", TrainResult),
         ("report", "evaluation", Evaluation),
     ):
         if named := given.get(name):
-            sealed.find(run, sealed.resolve(run, named, kind), kind, record)
+            sealed_records.load(run, sealed_records.resolve(run, named, kind), kind, record)
 
 
 def left_behind(client: CoordinatorClient, deployment_id: str, *, cancels: bool) -> str:
@@ -389,7 +389,7 @@ def evaluate(
         model_id=model_id,
         base_version=base_version,
         trained=digest,
-        snapshot_url=or_last(snapshot, "url", call.state),
+        snapshot_url=or_newest_made(snapshot, "url", call.state),
         ranks=ranks,
     )
 
@@ -424,7 +424,7 @@ def promote(
         report=digest,
         base_version=base_version,
         trained=training,
-        snapshot_url=snapshot and or_last(snapshot, "url", call.state),
+        snapshot_url=snapshot and or_newest_made(snapshot, "url", call.state),
         approver=approver,
     )
 
@@ -447,17 +447,17 @@ def rollback(call: FlowCall, model_id: str) -> int:
 def _digest_of(given: str, field: str, command: str, state: Path | None = None) -> str:
     """Return ``given`` where it is a digest, or the id of the run or job that it begins; of `last`
     the newest one of this user; else ``field`` of the JSON file with that name."""
-    given = or_last(given, field, state)
+    given = or_newest_made(given, field, state)
     if not Path(given).exists():
         if re.fullmatch(f"{SHA256_HEX}|{RUN_ID}|{TRAINING_ID}", given):
             return given
         if given.startswith("run-"):
-            return whole_run_id(find_installation(state), given)
+            return resolve_run_id(find_installation(state), given)
         if given.startswith("job-"):
-            return whole_training_id(CoordinatorClient.of(find_installation(state)), given)
+            return resolve_training_id(CoordinatorClient.of(find_installation(state)), given)
         if given.startswith("tj-"):
             client = CoordinatorClient.of(find_installation(state))
-            return client.job(whole_job_id(client, given)).job.run_id
+            return client.job(resolve_job_id(client, given)).job.run_id
     try:
         with click.open_file(given) as file:
             value = json.load(file)

@@ -178,9 +178,9 @@ def _registered(
             wanted="--workers N --link SPEED",
             do="Describe the fleet, or log in to one: `paceline login URL`.",
         ) from error
-    every = CoordinatorClient.of(runtime).workers()
-    chosen = set(select_workers(";".join(targets), every))
-    found = [each for each in every if each.worker_id in chosen]
+    call_every = CoordinatorClient.of(runtime).workers()
+    chosen = set(select_workers(";".join(targets), call_every))
+    found = [each for each in call_every if each.worker_id in chosen]
     has = [each.inventory for each in found]
     disks = [each.disk_bytes_s * 8 / 1e6 for each in has if each and each.disk_bytes_s]
     interfaces = [each.interface_mbit for each in has if each and each.interface_mbit]

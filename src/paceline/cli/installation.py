@@ -20,7 +20,7 @@ import click
 
 from paceline.cli.commands import ExistingPath, Sections
 from paceline.cli.options import (
-    every,
+    call_every,
     json_option,
     next_line,
     notice,
@@ -94,7 +94,7 @@ def _naming_services(directory: Path, began: float) -> AbstractContextManager[No
                 said.add(each.name)
                 notice(f"  {each.name} after {time.monotonic() - began:.0f} s", mark="")
 
-    return every(1.0, look)
+    return call_every(1.0, look)
 
 
 @click.command()

@@ -156,21 +156,21 @@ def show(answer: BaseModel | Mapping[str, Any], as_json: bool, *lines: str) -> N
     click.echo(json.dumps({"status": "complete"} | dict(given)))
 
 
-def whole_deployment_id(client: CoordinatorClient, given: str) -> str:
+def resolve_deployment_id(client: CoordinatorClient, given: str) -> str:
     """Return the deployment id that ``given`` is or begins."""
     if DEPLOYMENT_ID.fullmatch(given):
         return given
     return one_of("deployment", given, [each.deployment_id for each in client.deployments()])
 
 
-def whole_job_id(client: CoordinatorClient, given: str) -> str:
+def resolve_job_id(client: CoordinatorClient, given: str) -> str:
     """Return the job id that ``given`` is or begins."""
     if re.fullmatch(QUEUED_JOB_ID, given):
         return given
     return one_of("job", given, [each.job_id for each in client.jobs(limit=500).jobs])
 
 
-def whole_run_id(runtime: Runtime, given: str) -> str:
+def resolve_run_id(runtime: Runtime, given: str) -> str:
     """Return the run id that ``given`` is, or the one of an existing run that it begins.
 
     With a login, and without MLflow, the runs are those of deployments and jobs.
@@ -190,7 +190,7 @@ def whole_run_id(runtime: Runtime, given: str) -> str:
     return one_of("run", given, known - {""})
 
 
-def whole_training_id(client: CoordinatorClient, given: str) -> str:
+def resolve_training_id(client: CoordinatorClient, given: str) -> str:
     """Return the id (``job-…``) of the training of a job that ``given`` is or begins.
 
     ``given`` may be the job's own id (``tj-…``). Raises NotFound where none is so, or has trained.
@@ -198,7 +198,7 @@ def whole_training_id(client: CoordinatorClient, given: str) -> str:
     if not given or re.fullmatch(TRAINING_ID, given):
         return given
     if given.startswith("tj-"):
-        job = client.job(whole_job_id(client, given)).job
+        job = client.job(resolve_job_id(client, given)).job
         if job.report is None or not job.report.training_id:
             ended = job.state.is_final
             raise NotFound(
@@ -224,7 +224,7 @@ _LAST_OF = {
 }
 
 
-def _lasts() -> tuple[Path, dict[str, dict[str, str]]]:
+def _newest_made() -> tuple[Path, dict[str, dict[str, str]]]:
     """Return the file of what this user's commands made last, and what is in it by installation."""
     path = config_directory() / "last.json"
     with suppress(OSError, ValueError):
@@ -249,7 +249,7 @@ def remember(runtime: Runtime, flow: str, answer: Mapping[str, Any]) -> None:
     if not kept:
         return
     with suppress(OSError, TypeError, PacelineError):
-        path, known = _lasts()
+        path, known = _newest_made()
         place = _installation(runtime)
         held = known.pop(place, {}) | kept
         known = dict([*known.items(), (place, held)][-MOST_INSTALLATIONS:])
@@ -257,14 +257,14 @@ def remember(runtime: Runtime, flow: str, answer: Mapping[str, Any]) -> None:
         write_private(path, json.dumps(known, indent=2).encode())
 
 
-def or_last(given: str, field: str, state: Path | None) -> str:
+def or_newest_made(given: str, field: str, state: Path | None) -> str:
     """Return ``given``; of `last` the ``field`` of what this user's commands made last there.
 
     Raises NotFound where they have made nothing yet.
     """
     if given != LAST:
         return given
-    path, known = _lasts()
+    path, known = _newest_made()
     place = _installation(find_installation(state))
     if not (found := known.get(place, {}).get(field)):
         command = _LAST_OF[field][1]
@@ -436,7 +436,9 @@ class Terminated(KeyboardInterrupt):
 
 
 @contextmanager
-def handling(handler: Callable[[int, FrameType | None], object], *numbers: int) -> Iterator[None]:
+def signal_handler(
+    handler: Callable[[int, FrameType | None], object], *numbers: int
+) -> Iterator[None]:
     """Within the ``with``, ``handler`` gets these signals; ignored ones (nohup) stay ignored."""
     before = {}
     if threading.current_thread() is threading.main_thread():
@@ -451,18 +453,18 @@ def handling(handler: Callable[[int, FrameType | None], object], *numbers: int) 
 
 
 @contextmanager
-def ends_in_order() -> Iterator[None]:
+def terminated_by_signals() -> Iterator[None]:
     """Within the ``with``, SIGTERM and SIGHUP raise ``Terminated`` unless they are ignored."""
 
     def end(_number: int, _frame: FrameType | None) -> None:
         raise Terminated
 
-    with handling(end, signal.SIGTERM, signal.SIGHUP):
+    with signal_handler(end, signal.SIGTERM, signal.SIGHUP):
         yield
 
 
 @contextmanager
-def every(seconds: float, report: Callable[[], None]) -> Iterator[None]:
+def call_every(seconds: float, report: Callable[[], None]) -> Iterator[None]:
     """Within the ``with``, call ``report`` every ``seconds`` in a thread of its own."""
     over = threading.Event()
 
@@ -479,7 +481,7 @@ def every(seconds: float, report: Callable[[], None]) -> Iterator[None]:
         thread.join()
 
 
-def say_only_defects() -> None:
+def log_only_defects() -> None:
     """Log only records with a traceback; the command's result or error covers the rest."""
     handler = logging.StreamHandler()
     handler.setFormatter(OneLine())

@@ -30,13 +30,13 @@ from paceline.cli.options import (
     json_option,
     next_line,
     print_table,
+    resolve_deployment_id,
     show,
     show_table,
     state_directory,
     state_option,
     there,
     to_option,
-    whole_deployment_id,
 )
 from paceline.client import CoordinatorClient, Follower, Lost
 from paceline.config import Runtime, find_installation
@@ -91,7 +91,7 @@ def watch(deployment_id: str | None, patience: float, state: Path | None, as_jso
     """
     runtime = find_installation(state)
     if deployment_id:
-        chosen = whole_deployment_id(CoordinatorClient.of(runtime), deployment_id)
+        chosen = resolve_deployment_id(CoordinatorClient.of(runtime), deployment_id)
     else:
         chosen = _newest(runtime)
     follower = Follower.of(runtime, deployment_id=chosen, after=0, patience_s=patience)
@@ -227,7 +227,7 @@ def activate(
     away switches when it returns.
     """
     client = CoordinatorClient.of(find_installation(state))
-    deployment_id = whole_deployment_id(client, deployment_id)
+    deployment_id = resolve_deployment_id(client, deployment_id)
     began = time.monotonic()
     if targets:
         deployment_id = _part_of(client, deployment_id, ";".join(targets), deadline)
@@ -300,7 +300,7 @@ def rollback(deployment_id: str, deadline: float, state: Path | None, as_json: b
             do="`paceline deployment list` lists them; a model: `paceline model rollback`.",
         )
     client = CoordinatorClient.of(find_installation(state))
-    deployment_id = whole_deployment_id(client, deployment_id)
+    deployment_id = resolve_deployment_id(client, deployment_id)
     began = time.monotonic()
     client.rollback(deployment_id)
     _switched(client, deployment_id, began, deadline, as_json)
@@ -339,7 +339,7 @@ def cancel(deployment_id: str, state: Path | None, as_json: bool) -> int:
     What was verified stays on the disks: a later deployment of the same version goes on from there.
     """
     client = CoordinatorClient.of(find_installation(state))
-    deployment_id = whole_deployment_id(client, deployment_id)
+    deployment_id = resolve_deployment_id(client, deployment_id)
     began = time.monotonic()
     client.cancel(deployment_id)
     done = Changed(

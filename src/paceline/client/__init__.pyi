@@ -1,7 +1,7 @@
 from .calls import AccessClient as AccessClient, CoordinatorClient as CoordinatorClient
 from .events import Follower as Follower, Item as Item, Lost as Lost
 from .failover import (
-    AWAY_S as AWAY_S,
+    OUTAGE_S as OUTAGE_S,
     POLL_S as POLL_S,
     SUSPECT_S as SUSPECT_S,
     Replicas as Replicas,

@@ -39,7 +39,7 @@ from paceline.system import Endpoint, HttpServer, Response
 
 SUSPECT_S = 2.0  # how long an endpoint that did not answer is tried last
 POLL_S = 1.0
-AWAY_S = 60.0  # how long no coordinator may answer while a flow or a deployment is followed
+OUTAGE_S = 60.0  # how long no coordinator may answer while a flow or a deployment is followed
 
 OnLine = Callable[[str], None]
 Result = TypeVar("Result")

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from paceline import errors
 from paceline.client.calls import CoordinatorClient
-from paceline.client.failover import AWAY_S, POLL_S, OnLine, drop, retry
+from paceline.client.failover import OUTAGE_S, POLL_S, OnLine, drop, retry
 from paceline.client.jobs import JobMethods
 from paceline.client.movement import movement
 from paceline.config import Login, Profile, Runtime, find_installation, read_certificate
@@ -99,7 +99,7 @@ class FlowRun(Generic[Answer]):
         """
         after = 0
         while True:
-            view = retry(partial(self._coordinator.flow_run, self.id, after), AWAY_S, on_notice)
+            view = retry(partial(self._coordinator.flow_run, self.id, after), OUTAGE_S, on_notice)
             for line in view.lines:
                 on_line(line)
             after += len(view.lines)
@@ -221,7 +221,7 @@ class Client(JobMethods):
         """Return the deployment once it has ended; TemporaryError as ``FlowRun.wait`` says."""
         while True:
             call = partial(self.coordinator.deployment, deployment_id)
-            view = retry(call, AWAY_S, on_notice)
+            view = retry(call, OUTAGE_S, on_notice)
             if view.deployment.status.is_final:
                 return view
             time.sleep(POLL_S)

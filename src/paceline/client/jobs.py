@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from paceline.client.calls import CoordinatorClient
-from paceline.client.failover import AWAY_S, POLL_S, OnLine, drop, retry
+from paceline.client.failover import OUTAGE_S, POLL_S, OnLine, drop, retry
 from paceline.errors import Cancelled, InvalidInput, TrainingFailed
 from paceline.schemas import JobState, JobView, ReviewJob, SubmitJob, TrainingJob
 
@@ -80,7 +80,7 @@ class JobMethods:
         Raises TrainingFailed, Cancelled, and TemporaryError as ``FlowRun.wait`` says.
         """
         while True:
-            job = retry(partial(self.job, job_id), AWAY_S, on_notice)
+            job = retry(partial(self.job, job_id), OUTAGE_S, on_notice)
             if job.state.is_final or job.state is JobState.NEEDS_REVIEW:
                 require_success(job)
                 return job

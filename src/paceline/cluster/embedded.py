@@ -56,7 +56,7 @@ def require_protected(profile: Profile, only: Sequence[str] | None = None) -> No
         wanted='[services] host = "127.0.0.1"',
         where=f"profile {profile.name}",
         do="For other machines run Prefect, MLflow and S3 behind TLS and use `paceline init`; or, "
-        "where everybody on that network may read passwords and models, set [security] "
+        "where every user of that network may read passwords and models, set [security] "
         'rest_tls = "plaintext-anywhere".',
     )
 

@@ -78,6 +78,27 @@ def start(
         only=None if only is None else tuple(only),
         extra_services=tuple(extra_services),
     )
+    log_path = logs / "supervisor.log"
+    ensure_private(log_path)
+    process, report_read = _start_supervisor(state, log_path, detach=detach)
+    with os.fdopen(report_read, "rb"):
+        try:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError), process.stdin:
+                process.stdin.write(launch.model_dump_json().encode())
+            deadline = time.monotonic() + profile.services.ready_timeout_s * 2 + STOP_MARGIN_S
+            runtime = _await_ready(report_read, deadline, log_path)
+        except BaseException:
+            _end(process)
+            raise
+    process.returncode = 0  # no process waits for it: the supervisor outlives this object
+    return runtime
+
+
+def _start_supervisor(
+    state: Path, log_path: Path, *, detach: bool
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Return the supervisor, which reads its launch from its input, and the pipe of its reports."""
     report_read, report_write = os.pipe()
     lent = [report_write]
     argv = [sys.executable, "-m", "paceline.cluster.supervisor", "--state", str(state)]
@@ -87,8 +108,6 @@ def start(
         _liveness.append(writing)
         lent.append(reading)
         argv += ["--liveness-fd", str(reading)]
-    log_path = logs / "supervisor.log"
-    ensure_private(log_path)
     try:
         with log_path.open("ab") as output:
             process = subprocess.Popen(
@@ -104,18 +123,7 @@ def start(
     finally:
         for fd in lent:
             os.close(fd)
-    with os.fdopen(report_read, "rb"):
-        try:
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError), process.stdin:
-                process.stdin.write(launch.model_dump_json().encode())
-            deadline = time.monotonic() + profile.services.ready_timeout_s * 2 + STOP_MARGIN_S
-            runtime = _await_ready(report_read, deadline, log_path)
-        except BaseException:
-            _end(process)
-            raise
-    process.returncode = 0  # no process waits for it: the supervisor outlives this object
-    return runtime
+    return process, report_read
 
 
 @contextlib.contextmanager

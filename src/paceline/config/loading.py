@@ -96,11 +96,11 @@ def load_profile(name_or_path: str, overrides: Mapping[str, object] | None = Non
             where=path,
         )
     for section, key in (("model", "base"), ("evaluation", "tasks")):
-        its = getattr(profile, section)
-        if (named := getattr(its, key)).startswith(("./", "../")):
+        settings = getattr(profile, section)
+        if (named := getattr(settings, key)).startswith(("./", "../")):
             root = Path.cwd() if f"{section}.{key}" in (overrides or {}) else path.parent
-            its = its.model_copy(update={key: str((root / named).resolve())})
-            profile = profile.model_copy(update={section: its})
+            settings = settings.model_copy(update={key: str((root / named).resolve())})
+            profile = profile.model_copy(update={section: settings})
     if not (named := profile.objects.ca) or named.startswith(PEM):
         return profile
     objects = profile.objects.model_copy(update={"ca": _certificates(Path(named))})

@@ -89,59 +89,59 @@ class Coordinator:
         self._creations = threading.BoundedSemaphore(MAX_CREATIONS)
         self._state = CoordinatorState(self._settings, leader_epoch=0)
         self._ring = EventRing()
-        self._keeping = threading.Lock()  # held while the ledger changes
+        self._ledger_lock = threading.Lock()  # held while the ledger changes
         self._ledger: tuple[Term, LedgerIndex] | None = None  # None: reload from the store
         self.notifier = Notifier()  # wakes held heartbeat answers when there may be new commands
         self._role = Role(coordination.is_leading, monotonic)
-        self._following = threading.Lock()  # held while a standby reads the store
+        self._follow_lock = threading.Lock()  # held while a standby reads the store
         # The store revision that a standby's state shows; None before its first read.
-        self.followed: int | None = None
-        self._trouble: PacelineError | None = None  # why the state may differ from the store
-        self._try_again_s = 0.0
-        self._ticked_s = monotonic()
+        self.followed_revision: int | None = None
+        self._reload_reason: PacelineError | None = None  # why the state may differ from the store
+        self._reload_after_s = 0.0
+        self._last_tick_s = monotonic()
         self._stopping = threading.Event()
 
     # --- leadership ------------------------------------------------------------------------------
 
     def lead(self, term: Term) -> None:
         """Load the state from the store and begin to decide; raises ServiceUnavailable."""
-        state, ring = self._restored(term.epoch), EventRing()
-        self._page(ring, self._oldest_event())
+        state, ring = self._load_state(term.epoch), EventRing()
+        self._load_events(ring, self._oldest_event())
         with self._lock:
             self._state, self._ring = state, ring
             self._role.lead(term)
-            self._trouble, self.followed = None, None
-            self._ticked_s = self._monotonic()
+            self._reload_reason, self.followed_revision = None, None
+            self._last_tick_s = self._monotonic()
         log.info("leads epoch=%d replica=%s", term.epoch, term.replica_id)
 
     def step_down(self, term: Term, reason: str) -> None:
         """Stop deciding in ``term`` and release the held heartbeat answers."""
         with self._lock:
-            if self._role.held != term:
+            if self._role.own_term != term:
                 return
-            self._role.drop()
+            self._role.step_down()
         log.warning("leads no more epoch=%d reason=%s", term.epoch, reason)
-        self.notifier.ring()
+        self.notifier.notify()
 
     def follow(self, *, read: bool) -> None:
         """Read from the store who leads and, with ``read``, the changes since the last read.
 
         Raises ServiceUnavailable where the store cannot be read.
         """
-        with self._following:
+        with self._follow_lock:
             revision, leader = self._coordination.revision(), self._coordination.leader()
             state = None
-            if read and revision != self.followed:
-                state = self._restored(self._role.newest(leader))
+            if read and revision != self.followed_revision:
+                state = self._load_state(self._role.newest(leader))
             with self._lock:
-                if self._role.held is not None:
+                if self._role.own_term is not None:
                     return  # the leader was read from the store before this replica was elected
                 self._role.observed_leader(leader)
                 if state is not None:
-                    self._state, self._trouble, self.followed = state, None, revision
+                    self._state, self._reload_reason, self.followed_revision = state, None, revision
                 ring = self._ring
             if state is not None:
-                self._page(ring, ring.last or self._oldest_event())
+                self._load_events(ring, ring.last or self._oldest_event())
 
     def merge_progress(self) -> None:
         """Copy worker progress and heartbeat times from the progress store into a standby's state.
@@ -149,13 +149,13 @@ class Coordinator:
         Commits do not carry them. Raises nothing; does nothing where this replica leads.
         """
         with self._lock:
-            if self._role.held is not None:
+            if self._role.own_term is not None:
                 return
             moving = [e.deployment_id for e in self._state.deployments() if not e.status.is_final]
         parts = {each: self._progress.get(each) for each in moving}
         beats = self._progress.beats()
         with self._lock:
-            if self._role.held is None:
+            if self._role.own_term is None:
                 self._state.fleet.merge_progress(beats)
                 for deployment_id, known in parts.items():
                     self._state.merge_progress(deployment_id, known)
@@ -175,8 +175,8 @@ class Coordinator:
         return self._role.epoch
 
     @property
-    def late_s(self) -> float:
-        return self._monotonic() - self._ticked_s
+    def tick_delay_s(self) -> float:
+        return self._monotonic() - self._last_tick_s
 
     # --- stopping --------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class Coordinator:
     def end_long_polls(self) -> None:
         """Release all long polls, because the server is stopping."""
         self._stopping.set()
-        self.notifier.ring()
+        self.notifier.notify()
 
     # --- deciding --------------------------------------------------------------------------------
 
@@ -209,11 +209,11 @@ class Coordinator:
             or (isinstance(each, EmitEvent) and each.name is EventName.DEPLOYMENT_SWITCHING)
             for each in effects
         ):
-            self.notifier.ring()  # held heartbeat answers are computed again
+            self.notifier.notify()  # held heartbeat answers are computed again
         for each in stored:
             fields = {"deployment": each.deployment_id, "worker": each.worker_id} | each.data
-            shown = [f"{key}={value}" for key, value in fields.items() if value is not None]
-            log.info("%s %s", each.name.value, " ".join(shown))
+            words = [f"{key}={value}" for key, value in fields.items() if value is not None]
+            log.info("%s %s", each.name.value, " ".join(words))
         return next((each.record for each in effects if isinstance(each, Answer)), None)
 
     def try_decide(self, event: HeartbeatReceived | AwaitCommands) -> HeartbeatAnswer | None:
@@ -225,13 +225,13 @@ class Coordinator:
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            if self._trouble is not None:
+            if self._reload_reason is not None:
                 return None
             term = self._require_leading()
             agents = self._state.agents
             if isinstance(event, HeartbeatReceived) and not agents.needs_no_commit(event.beat):
                 return None
-            effects = self._decide(event, calm=True)
+            effects = self._decide(event, expect_no_commit=True)
             if not self._coordination.is_leading(term):
                 raise self._role.not_leading()
         finally:
@@ -244,7 +244,7 @@ class Coordinator:
         """Pass the time to the state machine, where this replica leads."""
         if self.term is not None:
             self.handle(Tick(at=self._wall()))
-        self._ticked_s = self._monotonic()
+        self._last_tick_s = self._monotonic()
 
     def create(self, call: CreateDeployment, key: str | None) -> CreatedDeployment:
         """Create a deployment, or return the one that this idempotency key created.
@@ -304,16 +304,16 @@ class Coordinator:
         data = record.model_dump(include={"stage", "run_id", "seconds", "output_digest"})
         finished = EmitEvent(EventName.STAGE_FINISHED, self._wall(), None, None, data)
         effects = with_audit_event([Save(record), finished], self._wall())
-        with self._keeping:
-            term, book = self._ledger_book()
-            dropped = book.admit(line, self._wall())
+        with self._ledger_lock:
+            term, index = self._ledger_index()
+            dropped = index.admit(line, self._wall())
             self._ledger = None  # until the outcome of the write is certain
             with self._lock:
                 if self._require_leading() != term:
                     raise self._role.not_leading()
                 self._commit(term, [*(Drop(StageRecord, each.key) for each in dropped), *effects])
-                book.keep(line, dropped)
-                self._ledger = term, book
+                index.keep(line, dropped)
+                self._ledger = term, index
         return record
 
     def save_job(self, job: TrainingJob, dropped: Iterable[str] = ()) -> None:
@@ -339,7 +339,7 @@ class Coordinator:
         with self._lock:
             self._commit(self._require_leading(), effects)
 
-    def _ledger_book(self) -> tuple[Term, LedgerIndex]:
+    def _ledger_index(self) -> tuple[Term, LedgerIndex]:
         """Return the ledger's index in this term: read once, and again after an error."""
         with self._lock:
             term = self._require_leading()
@@ -362,15 +362,18 @@ class Coordinator:
         try:
             return self._read(question)
         except NotFound:
-            if self._role.held is not None or self.followed == self._coordination.revision():
+            if (
+                self._role.own_term is not None
+                or self.followed_revision == self._coordination.revision()
+            ):
                 raise
         self.follow(read=True)
         return self._read(question)
 
     def _read(self, question: Callable[[CoordinatorState], Read]) -> Read:
         with self._lock:
-            if self._role.held is not None:
-                self._require_usable(self._role.held)
+            if self._role.own_term is not None:
+                self._require_usable(self._role.own_term)
             else:
                 self._require_current()
             return question(self._state)
@@ -405,13 +408,13 @@ class Coordinator:
     def check_ready(self) -> None:
         """Raise ServiceUnavailable where this process can neither decide nor follow the store."""
         with self._lock:
-            if self._role.held is None:
+            if self._role.own_term is None:
                 self._require_current()
                 return
-            self._require_usable(self._role.held)
-        if self.late_s > MAX_TICK_DELAY_S:
+            self._require_usable(self._role.own_term)
+        if self.tick_delay_s > MAX_TICK_DELAY_S:
             raise ServiceUnavailable(
-                "the coordinator's clock thread is late", got=f"{self.late_s:.1f} s"
+                "the coordinator's clock thread is late", got=f"{self.tick_delay_s:.1f} s"
             )
 
     # --- with the lock held ----------------------------------------------------------------------
@@ -423,7 +426,7 @@ class Coordinator:
         self._require_usable(term)
         return term
 
-    def _decide(self, event: Event, *, calm: bool = False) -> Sequence[Effect]:
+    def _decide(self, event: Event, *, expect_no_commit: bool = False) -> Sequence[Effect]:
         """Return the state's effects for ``event``.
 
         After an unexpected exception the state is reloaded from the store, because a partial change
@@ -431,12 +434,12 @@ class Coordinator:
         """
         try:
             effects = self._state.handle(event, self._monotonic())
-            if calm:
+            if expect_no_commit:
                 assert len(effects) == 1 and isinstance(effects[0], Answer), "it must be committed"
         except PacelineError:
             raise  # refused: nothing has changed
         except Exception as error:
-            self._trouble = ServiceUnavailable(
+            self._reload_reason = ServiceUnavailable(
                 "the coordinator failed over an event, and begins again from what was kept",
                 got=type(error).__name__,
                 do="Call again; its log says why.",
@@ -445,44 +448,44 @@ class Coordinator:
         return effects
 
     def _require_usable(self, term: Term) -> None:
-        if self._trouble is None:
+        if self._reload_reason is None:
             return
-        if self._monotonic() < self._try_again_s:
-            raise self._trouble.as_kind(ServiceUnavailable) from self._trouble
+        if self._monotonic() < self._reload_after_s:
+            raise self._reload_reason.as_kind(ServiceUnavailable) from self._reload_reason
         # The state may be ahead of the store: reload what was committed.
         try:
-            self._state = self._restored(term.epoch)
+            self._state = self._load_state(term.epoch)
         except PacelineError as error:
-            self._try_again_s = self._monotonic() + STORE_RETRY_S
-            raise self._undo(term, error) from error
-        self._trouble = None
+            self._reload_after_s = self._monotonic() + STORE_RETRY_S
+            raise self._commit_failed(term, error) from error
+        self._reload_reason = None
 
     def _require_current(self) -> None:
-        if self._trouble is not None:
-            raise self._trouble.as_kind(ServiceUnavailable) from self._trouble
+        if self._reload_reason is not None:
+            raise self._reload_reason.as_kind(ServiceUnavailable) from self._reload_reason
         self._role.require_current(self._coordination.backend)
 
     def _commit(self, term: Term, effects: Sequence[Effect]) -> list[StoredEvent]:
         try:
             stored = self._coordination.commit(term, effects)
         except PacelineError as error:
-            raise self._undo(term, error) from error
+            raise self._commit_failed(term, error) from error
         self._ring.extend(stored)
         return stored
 
-    def _undo(self, term: Term, error: PacelineError) -> ServiceUnavailable:
-        self._trouble = error
+    def _commit_failed(self, term: Term, error: PacelineError) -> ServiceUnavailable:
+        self._reload_reason = error
         log.error("nothing was committed: %s", error)
-        if isinstance(error, StaleEpoch) and self._role.held == term:
-            self._role.drop()
+        if isinstance(error, StaleEpoch) and self._role.own_term == term:
+            self._role.step_down()
             log.warning("leads no more epoch=%d reason=another does", term.epoch)
-            self.notifier.ring()
+            self.notifier.notify()
             return self._role.not_leading()
         return error.as_kind(ServiceUnavailable)
 
     # --- the store -------------------------------------------------------------------------------
 
-    def _restored(self, epoch: int) -> CoordinatorState:
+    def _load_state(self, epoch: int) -> CoordinatorState:
         kept = self._coordination.load(self._monotonic())
         now_s = self._monotonic()
         state = CoordinatorState.restore(kept, now_s, self._settings, leader_epoch=epoch)
@@ -495,7 +498,7 @@ class Coordinator:
     def _oldest_event(self) -> int:
         return max(0, self._coordination.outbox().last - RING_EVENTS)
 
-    def _page(self, ring: EventRing, after: int) -> None:
+    def _load_events(self, ring: EventRing, after: int) -> None:
         while page := self._coordination.events_after(after, EVENT_PAGE):
             ring.extend(page)
             after = page[-1].seq

@@ -3,9 +3,9 @@
 Four threads. One campaigns and, while this replica leads, checks its lease (by a clock that also
 runs during suspend) and its tick thread: a leader whose ticks are late steps down so that another
 can lead. One follows the store while another replica leads. One ticks, and one shares progress
-with standbys. A process that was frozen
-past its lease wakes as a standby, because every call checks ``Coordinator.term`` first. It decides
-nothing about deployments; HTTP is in ``paceline.api``.
+with standbys. A process that was frozen past its lease wakes as a standby, because every call
+checks ``Coordinator.term`` first; what it still writes is refused by the store (``stores``). It
+decides nothing about deployments; HTTP is in ``paceline.api``.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:  # `paceline where` imports this module, without the stores an
 log = logging.getLogger(__name__)
 
 TICK_S = 0.15
-WATCH_S = 0.1  # between two checks that this replica still leads
+LEASE_CHECK_S = 0.1  # between two checks that this replica still leads
 STEP_DOWN_DELAY_S = 30.0  # a leader whose ticks are this late steps down
 FOLLOW_S = 0.5  # shortest interval between two reads of the store by a standby,
 FOLLOW_SHARE = 0.2  # and the largest share of a core that they take
-LOOK_S = 0.1  # between two reads of who leads
+LEADER_POLL_S = 0.1  # between two reads of who leads
 RETRY_S = 1.0  # after a store error, with jitter
 PROGRESS_S = 1.0  # between two writes of progress, and two reads of it
 RESEND_S = 30.0  # a progress store that restarted is complete again after so long
-STARTED_S = 5.0  # how long ``start`` waits for this replica to have a role
+ROLE_WAIT_S = 5.0  # how long ``start`` waits for this replica to have a role
 
 
 class TermTask(Protocol):
@@ -48,11 +48,11 @@ class TermTask(Protocol):
 
 
 class RepeatedTask:
-    """A ``TermTask`` that calls ``look`` every so often, on a thread of its own."""
+    """A ``TermTask`` that calls ``run_once`` every so often, on a thread of its own."""
 
-    def __init__(self, name: str, every_s: float, last_call_s: float) -> None:
-        """``last_call_s`` is how long ``stop`` waits for a call in progress."""
-        self._every_s, self._last_call_s = every_s, last_call_s
+    def __init__(self, name: str, every_s: float, stop_wait_s: float) -> None:
+        """``stop_wait_s`` is how long ``stop`` waits for a call in progress."""
+        self._every_s, self._stop_wait_s = every_s, stop_wait_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._repeat, name=name, daemon=True)
 
@@ -62,16 +62,16 @@ class RepeatedTask:
     def stop(self) -> None:
         self._stop.set()
         if self._thread.is_alive():
-            self._thread.join(timeout=self._last_call_s)
+            self._thread.join(timeout=self._stop_wait_s)
 
-    def look(self) -> None:
+    def run_once(self) -> None:
         """Do what is due."""
         raise NotImplementedError
 
     def _repeat(self) -> None:
         while not self._stop.wait(self._every_s):
             try:
-                self.look()
+                self.run_once()
             except PacelineError as error:
                 log.warning("%s: not now: %s", self._thread.name, error)
             except Exception:
@@ -102,19 +102,20 @@ class Replica:
         self._threads = [
             threading.Thread(target=body, name=f"replica-{name}", daemon=True)
             for name, body in (
-                ("campaign", self._campaign_on),
-                ("follow", self._follow_on),
-                ("tick", self._tick_on),
-                ("share", self._share_on),
+                ("campaign", self._campaign_loop),
+                ("follow", self._follow_loop),
+                ("tick", self._tick_loop),
+                ("share", self._share_loop),
             )
             if name != "share" or coordination.standbys
         ]
 
     def start(self) -> None:
-        """Start the threads; return once this replica leads or follows, or after ``STARTED_S``."""
+        """Start the threads; return once this replica leads or follows, or after
+        ``ROLE_WAIT_S``."""
         for thread in self._threads:
             thread.start()
-        if not self._has_role.wait(STARTED_S):
+        if not self._has_role.wait(ROLE_WAIT_S):
             log.warning("no role yet replica=%s: the store does not answer", self._name)
 
     def resign(self) -> None:
@@ -132,9 +133,9 @@ class Replica:
 
     # --- the leader ------------------------------------------------------------------------------
 
-    def _campaign_on(self) -> None:
+    def _campaign_loop(self) -> None:
         while not self._stopping.is_set():
-            if self._coordinator.late_s > STEP_DOWN_DELAY_S:
+            if self._coordinator.tick_delay_s > STEP_DOWN_DELAY_S:
                 self._pause()  # its tick thread hangs, so it would decide nothing
                 continue
             try:
@@ -175,14 +176,14 @@ class Replica:
             log.exception("the state cannot be taken over")
             return f"{type(error).__name__}: {error}"
         self._has_role.set()
-        while not self._stopping.wait(WATCH_S):
+        while not self._stopping.wait(LEASE_CHECK_S):
             if self._coordinator.term != term:
                 return "the lease ran out, or another leads"
-            if self._coordinator.late_s > STEP_DOWN_DELAY_S:
+            if self._coordinator.tick_delay_s > STEP_DOWN_DELAY_S:
                 return f"nothing was decided for {STEP_DOWN_DELAY_S:.0f} s"
         return "the process stops"
 
-    def _tick_on(self) -> None:
+    def _tick_loop(self) -> None:
         while not self._stopping.wait(TICK_S):
             try:
                 self._coordinator.tick()
@@ -192,7 +193,7 @@ class Replica:
                 # A defect must not stop the ticks: log it each time and continue.
                 log.exception("tick failed")
 
-    def _share_on(self) -> None:
+    def _share_loop(self) -> None:
         """Send progress to the progress store, for standbys and the next leader."""
         sent: dict[tuple[str, str], int] = {}  # pieces
         resent_s = 0.0
@@ -212,7 +213,9 @@ class Replica:
     def _send_progress(self, sent: dict[tuple[str, str], int]) -> dict[tuple[str, str], int]:
         """Send what differs from ``sent``; return what the store then has."""
 
-        def look(state: CoordinatorState) -> dict[tuple[str, str], tuple[int, TargetProgress]]:
+        def unfinished(
+            state: CoordinatorState,
+        ) -> dict[tuple[str, str], tuple[int, TargetProgress]]:
             return {
                 (deployment.deployment_id, worker_id): (part.pieces_held, part)
                 for deployment in state.deployments()
@@ -223,7 +226,7 @@ class Replica:
                 if part.receipt is None
             }
 
-        seen = self._coordinator.read(look)
+        seen = self._coordinator.read(unfinished)
         parts = {
             key: WorkerProgress(
                 worker_id=key[1],
@@ -235,34 +238,36 @@ class Replica:
             for key, (pieces, part) in seen.items()
             if sent.get(key) != pieces
         }
-        self._progress.put(parts, self._coordinator.read(lambda state: state.fleet.last_beats()))
+        self._progress.put(
+            parts, self._coordinator.read(lambda state: state.fleet.last_heartbeats())
+        )
         for deployment_id in {key[0] for key in sent} - {key[0] for key in seen}:
             self._progress.drop(deployment_id)
         return {key: pieces for key, (pieces, _) in seen.items()}
 
     # --- the standby -----------------------------------------------------------------------------
 
-    def _follow_on(self) -> None:
-        read_s, recalled_s, failing = 0.0, 0.0, False
+    def _follow_loop(self) -> None:
+        next_read_s, next_progress_s, failing = 0.0, 0.0, False
         while not self._stopping.is_set():
             if self._coordinator.term is not None or not self._coordination.standbys:
-                self._stopping.wait(WATCH_S)
+                self._stopping.wait(LEASE_CHECK_S)
                 continue
             try:
-                began_s, shown = time.thread_time(), self._coordinator.followed
-                self._coordinator.follow(read=self._monotonic() >= read_s)
+                began_s, revision = time.thread_time(), self._coordinator.followed_revision
+                self._coordinator.follow(read=self._monotonic() >= next_read_s)
                 self._has_role.set()
-                if self._coordinator.followed != shown:
+                if self._coordinator.followed_revision != revision:
                     # CPU time, not waiting time: a slow store needs no longer interval.
                     took_s = time.thread_time() - began_s
-                    read_s = self._monotonic() + max(FOLLOW_S, took_s / FOLLOW_SHARE)
-                if self._monotonic() >= recalled_s:
+                    next_read_s = self._monotonic() + max(FOLLOW_S, took_s / FOLLOW_SHARE)
+                if self._monotonic() >= next_progress_s:
                     began_s = time.thread_time()
                     self._coordinator.merge_progress()
                     took_s = time.thread_time() - began_s
-                    recalled_s = self._monotonic() + max(PROGRESS_S, took_s / FOLLOW_SHARE)
+                    next_progress_s = self._monotonic() + max(PROGRESS_S, took_s / FOLLOW_SHARE)
                 failing = False
-                self._stopping.wait(LOOK_S)
+                self._stopping.wait(LEADER_POLL_S)
             except PacelineError as error:
                 level = logging.DEBUG if failing else logging.WARNING
                 log.log(level, "the store cannot be followed: %s", error)

@@ -13,13 +13,13 @@ from paceline.schemas import Event, EventList, EventName
 
 
 class Notifier:
-    """Wakes every coroutine that is waiting when ``ring`` is called."""
+    """Wakes every coroutine that is waiting when ``notify`` is called."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: set[asyncio.Future[None]] = set()
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         with self._lock:
             waiting, self._waiting = self._waiting, set()
         # One call per loop: with 10,000 heartbeats held, one call each would block the caller.
@@ -31,8 +31,8 @@ class Notifier:
                 loop.call_soon_threadsafe(_wake, futures)
 
     def listen(self) -> asyncio.Future[None]:
-        """Return a future that the next ``ring`` completes; create it before reading the state, so
-        that no change is missed in between.
+        """Return a future that the next ``notify`` completes; create it before reading the state,
+        so that no change is missed in between.
         """
         changed = asyncio.get_running_loop().create_future()
         with self._lock:

@@ -1,4 +1,4 @@
-"""Which replica leads, as this replica last read it: itself, another, or none that is current.
+"""Which replica leads, by this replica's last read of the store: itself, another, or none.
 
 Calls read it without a lock; ``coordinator`` changes it while it holds its lock. No I/O.
 """
@@ -14,25 +14,28 @@ STALE_READ_S = 10.0  # a standby that has not read the store for this long refus
 
 
 class Role:
-    """``is_leading`` is the store's local lease check; ``monotonic`` is the process's clock."""
+    """This replica's term, or the leader that it read last.
+
+    ``is_leading`` is the store's local lease check; ``monotonic`` is the process's clock.
+    """
 
     def __init__(self, is_leading: Callable[[Term], bool], monotonic: Callable[[], float]) -> None:
         self._is_leading, self._monotonic = is_leading, monotonic
-        self.held: Term | None = None  # from this replica's election until it steps down
+        self.own_term: Term | None = None  # from this replica's election until it steps down
         self._other: Term | None = None  # another replica that leads, as last read from the store
-        self._heard_s: float | None = None  # when the store was last read
+        self._last_read_s: float | None = None  # when the store was last read
         self.epoch = 0  # the newest epoch seen
 
     def lead(self, term: Term) -> None:
-        self.held, self._other, self.epoch = term, None, term.epoch
+        self.own_term, self._other, self.epoch = term, None, term.epoch
 
-    def drop(self) -> None:
+    def step_down(self) -> None:
         """Record that this replica no longer leads; the new leader is read later."""
-        self.held = self._other = None
+        self.own_term = self._other = None
 
     def observed_leader(self, leader: Term | None) -> None:
         """Record who leads, as just read from the store."""
-        self._other, self._heard_s = leader, self._monotonic()
+        self._other, self._last_read_s = leader, self._monotonic()
         self.epoch = self.newest(leader)
 
     def newest(self, leader: Term | None) -> int:
@@ -42,7 +45,7 @@ class Role:
     @property
     def term(self) -> Term | None:
         """Return this replica's term while it certainly leads."""
-        term = self.held
+        term = self.own_term
         return term if term is not None and self._is_leading(term) else None
 
     @property
@@ -50,14 +53,14 @@ class Role:
         """Return the leader that this replica read last; None where it has no current one."""
         if (term := self.term) is not None:
             return term
-        if self.held is not None:
+        if self.own_term is not None:
             return None  # its lease may have expired, and another leader was not read yet
         return None if self.is_cut_off else self._other
 
     @property
     def is_cut_off(self) -> bool:
         """Return whether the last read of the store is so old that a standby may be out of date."""
-        return self._heard_s is None or self._monotonic() - self._heard_s > STALE_READ_S
+        return self._last_read_s is None or self._monotonic() - self._last_read_s > STALE_READ_S
 
     def not_leading(self) -> NotLeading:
         """Return the error for a call that only the leader may decide."""
@@ -73,7 +76,7 @@ class Role:
         if self.is_cut_off:
             raise ServiceUnavailable(
                 "this replica is cut off from the store and may be out of date",
-                wanted=f"news of it within {STALE_READ_S:.0f} s",
+                wanted=f"a read of it within {STALE_READ_S:.0f} s",
                 where=where,
                 do="Ask another replica.",
             )

@@ -2,7 +2,7 @@
 
 Pure like the rest of the state machine: events go in, effects come out, times are arguments. It
 holds the SHA-256 of each token, never the secret; the caller draws secrets (``draw``).
-``recognise`` takes no lock, because a record is replaced as a whole and never mutated.
+``authenticate`` takes no lock, because a record is replaced as a whole and never mutated.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class TokenRegistry:
     def find(self, token_id: str) -> TokenRecord | None:
         return self._tokens.get(token_id)
 
-    def recognise(self, token: str, now: float) -> TokenRecord:
+    def authenticate(self, token: str, now: float) -> TokenRecord:
         """Return the record of ``token``; raises AccessDenied with the reason where it is unusable.
 
         A wrong secret gets no information about the token whose id it carries.

@@ -61,7 +61,13 @@ from .scheduler import (
     parameters_of as parameters_of,
 )
 from .service_levels import JobTotals as JobTotals
-from .states import NEXT as NEXT, changed as changed, require_open as require_open
+from .states import (
+    NEXT as NEXT,
+    end_requested as end_requested,
+    require_open as require_open,
+    resumed as resumed,
+    with_state as with_state,
+)
 from .step_model import StepModel as StepModel
 from .sweeps import (
     COLUMNS as COLUMNS,

@@ -36,7 +36,7 @@ from paceline.jobs.preemption import Candidate, Reservation, choose_victims, cos
 
 OVERTAKEN_AFTER_S = 3_600.0  # a blocked gang that waited so long preempts those that overtook it
 AGED_AFTER_S = 86_400.0  # a gang larger than its quota that is so old counts as covered by it
-_Thing = TypeVar("_Thing")
+_Entry = TypeVar("_Entry")
 # Ranks that do not fit on a host or unit, and how many more fit where these running gangs leave
 Offer = tuple[int, dict[tuple[str, ...], int]]
 _NAMED = 3  # gangs named in a reason; the others are a count
@@ -87,12 +87,12 @@ def decide(
     return _Round(fleet, held, quotas, now).run(tuple(jobs.values()))
 
 
-def _by_id(things: Iterable[_Thing], key: Callable[[_Thing], str], what: str) -> dict[str, _Thing]:
+def _by_id(entries: Iterable[_Entry], key: Callable[[_Entry], str], what: str) -> dict[str, _Entry]:
     """Return things by their id, in the order of the ids: nothing depends on the input's order."""
-    found: dict[str, _Thing] = {}
-    for thing in sorted(things, key=key):
-        check(key(thing) not in found, f"a {what} is there twice", key(thing), "one", "admission")
-        found[key(thing)] = thing
+    found: dict[str, _Entry] = {}
+    for entry in sorted(entries, key=key):
+        check(key(entry) not in found, f"a {what} is there twice", key(entry), "one", "admission")
+        found[key(entry)] = entry
     return found
 
 
@@ -159,7 +159,7 @@ class _Round:
         self.hosts, self.quotas, self.now = tuple(fleet.values()), quotas, now
         self.slots = {name: host.slots for name, host in fleet.items()}
         self.free = dict(self.slots)  # usable now
-        self.soon = dict(self.slots)  # usable once the ending gangs have left
+        self.free_soon = dict(self.slots)  # usable once the ending gangs have left
         self.used: dict[str, int] = defaultdict(int)  # team → slots, and those promised to it
         self.leaving: dict[str, int] = defaultdict(int)  # team → slots that become free soon
         self.running = running
@@ -168,9 +168,11 @@ class _Round:
         self.most_free: dict[tuple[object, ...], int] = {}  # a search → ranks that fit now
         self.admitted: dict[str, Placement] = {}
         self.preempted: dict[str, str] = {}
-        self.takers: dict[str, Gang] = {}  # preempted job → the gang that it makes way for
-        self.started: dict[str, str] = {}  # training → the job that was admitted for it
-        self.promised: dict[str, str] = {}  # training → the job that was promised hosts for it
+        self.preempted_for: dict[str, Gang] = {}  # preempted job → the gang that it makes way for
+        self.admitted_trainings: dict[str, str] = {}  # training → the job that was admitted for it
+        self.promised_trainings: dict[
+            str, str
+        ] = {}  # training → the job that was promised hosts for it
         self.reasons: dict[str, str] = {}
         self.blocked: dict[str, list[tuple[int, str]]] = defaultdict(list)  # kind → earlier gangs
         for each in running.values():
@@ -178,7 +180,7 @@ class _Round:
             for name in fleet.keys() & each.hosts.keys():  # a node may report fewer slots now
                 self.free[name] = max(0, self.free[name] - each.hosts[name])
                 if not each.ending:
-                    self.soon[name] = max(0, self.soon[name] - each.hosts[name])
+                    self.free_soon[name] = max(0, self.free_soon[name] - each.hosts[name])
         self.staying = group(
             (each.gang for each in running.values() if not each.ending), lambda gang: gang.team
         )
@@ -194,19 +196,19 @@ class _Round:
             counted = {gang.job_id for gang in held}
             slots = _quota_of(team, self.quotas).slots
             self.covered |= _covered([*held, *gangs], slots, counted) - counted
-        possible.sort(key=lambda gang: (not self._is_first(gang), *_order(gang)))
+        possible.sort(key=lambda gang: (not self._precedes_borrowers(gang), *_order(gang)))
         for number, gang in enumerate(possible):
-            if gang.training not in self.started and (reason := self._handle(gang)):
-                self.reasons[gang.job_id] = reason + self._ahead(gang)
+            if gang.training not in self.admitted_trainings and (reason := self._handle(gang)):
+                self.reasons[gang.job_id] = reason + self._blocked_before(gang)
                 self.blocked[gang.kind].append((number, gang.job_id))
         for gang in possible:
-            other = self.started.get(gang.training, gang.job_id)
+            other = self.admitted_trainings.get(gang.training, gang.job_id)
             if other != gang.job_id:
                 self.reasons[gang.job_id] = f"waiting for {other}, which trains the same"
         preempted = {
             job: why
             for job, why in sorted(self.preempted.items())
-            if self.takers[job].training not in self.started
+            if self.preempted_for[job].training not in self.admitted_trainings
         }
         return Decision(
             admitted=dict(sorted(self.admitted.items())),
@@ -228,31 +230,33 @@ class _Round:
     def _handle(self, gang: Gang) -> str:
         """Admit the gang, promise it hosts that become free, or return why it is blocked."""
         demand, quota = self._demand(gang), _quota_of(gang.team, self.quotas)
-        over = self.used[gang.team] + gang.ranks - quota.most  # > 0: more than the team may hold
-        if over + self.leaving[gang.team] <= 0:
+        excess_slots = (
+            self.used[gang.team] + gang.ranks - quota.most
+        )  # > 0: more than the team may hold
+        if excess_slots + self.leaving[gang.team] <= 0:
             placement = self._place(demand, gang, self.free)
             if placement is not None:
                 self.admitted[gang.job_id] = placement
-                self._take(gang, placement)
+                self._reserve(gang, placement)
                 return ""
         missing = self._missing(demand, gang)
-        if other := self.promised.get(gang.training):
+        if other := self.promised_trainings.get(gang.training):
             return f"{missing}; or for {other}, which trains the same"
-        if over <= 0:
-            placement = self._place(demand, gang, self.soon)
+        if excess_slots <= 0:
+            placement = self._place(demand, gang, self.free_soon)
             if placement is not None:
-                self._take(gang, placement)
+                self._reserve(gang, placement)
                 return f"{missing}; it starts when ending jobs have left"
-        victims = self._victims(demand, gang, over)
+        victims = self._victims(demand, gang, excess_slots)
         if victims is not None:
             self._preempt(gang, victims)
-            placement = demand.place(gang.ranks, self.soon)
+            placement = demand.place(gang.ranks, self.free_soon)
             assert placement is not None, "the victims are not enough"
-            self._take(gang, placement)
+            self._reserve(gang, placement)
             names = _named(sorted(victim.gang.job_id for victim in victims), len(victims))
             have = "has" if len(victims) == 1 else "have"
             return f"{missing}; it starts when {names} {have} saved and left"
-        if over > 0:
+        if excess_slots > 0:
             held = self.used[gang.team] + self.leaving[gang.team]
             return (
                 f"waiting for {gang.ranks} slots of team {gang.team}'s quota; "
@@ -276,19 +280,23 @@ class _Round:
             self.too_many[search] = gang.ranks
         return found
 
-    def _take(self, gang: Gang, placement: Placement) -> None:
+    def _reserve(self, gang: Gang, placement: Placement) -> None:
         """Give the slots to the gang, now or once they are free: no other gang gets them."""
         self.used[gang.team] += gang.ranks
         self.most_free.clear()
         now = gang.job_id in self.admitted
         if gang.training:
-            (self.started if now else self.promised)[gang.training] = gang.job_id
+            (self.admitted_trainings if now else self.promised_trainings)[gang.training] = (
+                gang.job_id
+            )
         for name, ranks in placement.hosts.items():
             # Of several hosts that were promised each must be empty when the gang comes.
-            self.soon[name] -= ranks if now or len(placement.hosts) == 1 else self.soon[name]
-            self.free[name] = min(self.free[name] - ranks * now, self.soon[name])
+            self.free_soon[name] -= (
+                ranks if now or len(placement.hosts) == 1 else self.free_soon[name]
+            )
+            self.free[name] = min(self.free[name] - ranks * now, self.free_soon[name])
 
-    def _victims(self, demand: Demand, gang: Gang, over: float) -> list[Reservation] | None:
+    def _victims(self, demand: Demand, gang: Gang, excess_slots: float) -> list[Reservation] | None:
         """Return the running gangs that are preempted for this one, or None where none may be."""
         quota, covered = _quota_of(gang.team, self.quotas).slots, gang.job_id in self.covered
         # One that is not covered stands behind the borrowers before it, who would return.
@@ -297,13 +305,19 @@ class _Round:
         search = (kind, gang.team, gang.priority, *_shape(gang))
         if gang.ranks >= self.too_many.get(search, gang.ranks + 1):
             return None
-        lawful = {
-            job: each for job, each in self.running.items() if self._yields(each, gang, reclaims)
+        preemptible_ = {
+            job: each
+            for job, each in self.running.items()
+            if self._may_preempt(each, gang, reclaims)
         }
-        own = {job for job, each in lawful.items() if over > 0 and each.gang.team == gang.team}
+        own = {
+            job
+            for job, each in preemptible_.items()
+            if excess_slots > 0 and each.gang.team == gang.team
+        }
         for offers in (self._on_one_host, self._on_empty_hosts):
             found = []
-            for need, gains in offers(demand, gang, lawful):
+            for need, gains in offers(demand, gang, preemptible_):
                 alone = own - {job for jobs in gains for job in jobs}
                 gains |= {(job,): 0 for job in alone}
                 candidates = [
@@ -315,37 +329,37 @@ class _Round:
                     )
                     for jobs, gain in gains.items()
                 ]
-                if victims := choose_victims(candidates, need, over):
+                if victims := choose_victims(candidates, need, excess_slots):
                     found.append(victims)
             if found:
                 chosen = [each for victim in min(found, key=cost) for each in victim.running]
-                return self._needed(demand, gang, over, chosen)
+                return self._needed(demand, gang, excess_slots, chosen)
         self.too_many[search] = gang.ranks
         return None
 
     def _on_one_host(
-        self, demand: Demand, gang: Gang, lawful: Mapping[str, Reservation]
+        self, demand: Demand, gang: Gang, preemptible_: Mapping[str, Reservation]
     ) -> Iterator[Offer]:
         """Yield each host that can hold the gang beside others."""
         here: dict[str, dict[tuple[str, ...], int]] = defaultdict(dict)
-        for job, each in lawful.items():
+        for job, each in preemptible_.items():
             for name in each.hosts.keys() & demand.hosts.keys():
                 here[name][(job,)] = each.hosts[name]
         for name in demand.hosts:
             if demand.on_host(name, gang.ranks, self.slots) >= gang.ranks:
-                yield gang.ranks - self.soon[name], here[name]
+                yield gang.ranks - self.free_soon[name], here[name]
 
     def _on_empty_hosts(
-        self, demand: Demand, gang: Gang, lawful: Mapping[str, Reservation]
+        self, demand: Demand, gang: Gang, preemptible_: Mapping[str, Reservation]
     ) -> Iterator[Offer]:
         """Yield each unit that the gang must fit inside. Gangs that share a host leave together."""
         here: dict[str, set[str]] = defaultdict(set)
-        after = dict(self.soon)  # if every gang left that may be preempted
-        for job, each in lawful.items():
+        after = dict(self.free_soon)  # if every gang left that may be preempted
+        for job, each in preemptible_.items():
             for name in each.hosts.keys() & demand.hosts.keys():
                 here[name].add(job)
                 after[name] += each.hosts[name]
-        empty = demand.empty(self.soon)
+        empty = demand.empty(self.free_soon)
         for unit in demand.widest():
             together: dict[str, set[str]] = {}  # job → those that leave with it
             opened: list[tuple[str, int]] = []
@@ -361,25 +375,25 @@ class _Round:
             yield gang.ranks - demand.capacity(unit, gang.ranks, empty), gains
 
     def _needed(
-        self, demand: Demand, gang: Gang, over: float, victims: list[Reservation]
+        self, demand: Demand, gang: Gang, excess_slots: float, victims: list[Reservation]
     ) -> list[Reservation]:
         """Return ``victims`` without those that the gang does not need to leave."""
         for each in victims[::-1]:
             rest = [other for other in victims if other is not each]
             released = sum(e.gang.ranks for e in rest if e.gang.team == gang.team)
-            if released >= over and demand.place(gang.ranks, self._without(rest)):
+            if released >= excess_slots and demand.place(gang.ranks, self._without(rest)):
                 victims = rest
         return victims
 
     def _without(self, victims: Iterable[Reservation]) -> dict[str, int]:
         """Return the slots that are free once ``victims`` and the ending gangs have left."""
-        soon = dict(self.soon)
+        soon = dict(self.free_soon)
         for victim in victims:
             for name in soon.keys() & victim.hosts.keys():
                 soon[name] = min(self.slots[name], soon[name] + victim.hosts[name])
         return soon
 
-    def _yields(self, running: Reservation, gang: Gang, reclaims: bool) -> bool:
+    def _may_preempt(self, running: Reservation, gang: Gang, reclaims: bool) -> bool:
         """Return whether a running gang may be preempted for the waiting one."""
         other, same_team = running.gang, running.gang.team == gang.team
         if not running.preemptible or running.ending or other.job_id in self.preempted:
@@ -388,8 +402,8 @@ class _Round:
         if other.job_id in self.covered and not self._is_aged(gang):
             return lower and same_team and gang.job_id in self.covered
         # One that comes before the waiting gang in the queue would take the hosts back.
-        if self._is_first(other):
-            return lower and self._is_first(gang)
+        if self._precedes_borrowers(other):
+            return lower and self._precedes_borrowers(gang)
         return lower or (reclaims and not same_team)
 
     def _is_aged(self, gang: Gang) -> bool:
@@ -397,7 +411,7 @@ class _Round:
         old = self.now - gang.queued_at >= AGED_AFTER_S
         return old and gang.ranks > _quota_of(gang.team, self.quotas).slots
 
-    def _is_first(self, gang: Gang) -> bool:
+    def _precedes_borrowers(self, gang: Gang) -> bool:
         """Return whether the gang comes before those that borrow."""
         return gang.job_id in self.covered or self._is_aged(gang)
 
@@ -416,10 +430,10 @@ class _Round:
             else:
                 why = f"team {gang.team} reclaims its quota, team {other.team} borrows"
             self.preempted[other.job_id] = f"preempted for {gang.job_id}: {why}"
-            self.takers[other.job_id] = gang
+            self.preempted_for[other.job_id] = gang
             self.used[other.team] -= other.ranks
             self.leaving[other.team] += other.ranks
-        self.soon.update(self._without(victims))
+        self.free_soon.update(self._without(victims))
         self.too_many = {key: most for key, most in self.too_many.items() if key[0] == "free"}
 
     def _missing(self, demand: Demand, gang: Gang) -> str:
@@ -428,7 +442,7 @@ class _Round:
             self.most_free[search] = demand.most(gang.ranks, self.free)
         return f"waiting for {describe(gang)}; {self.most_free[search]} free"
 
-    def _ahead(self, gang: Gang) -> str:
+    def _blocked_before(self, gang: Gang) -> str:
         """Return the text that names earlier blocked gangs which may want the same hosts."""
         lists = [
             each for kind, each in self.blocked.items() if not gang.kind or kind in ("", gang.kind)

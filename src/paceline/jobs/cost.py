@@ -312,13 +312,18 @@ def estimate(
         based_on=(
             f"speed: {tokens_per_second:g} tokens/s, {basis}; no range of it is known"
             if tokens_per_second
-            else f"speed: as measured in {shortened([e.run_id or e.job_id for e in measured], 3)}"
-            + ("; one training shows no variation of it" if len(measured) == 1 else ""),
+            else _measured_speed(measured),
             "start and end, and recovery as a share of the steps' time: "
             + (f"as in {len(split)} trainings" if split else "not counted, none recorded them"),
             *([] if hourly is not None else ["price: not known for each of the accelerators"]),
         ),
     )
+
+
+def _measured_speed(measured: Sequence[TrainingUsage]) -> str:
+    """Return the basis of a speed that is that of ``measured`` trainings."""
+    text = f"speed: as measured in {shortened([e.run_id or e.job_id for e in measured], 3)}"
+    return text + ("; one training shows no variation of it" if len(measured) == 1 else "")
 
 
 def like(chosen: TrainingUsage, usages: Sequence[TrainingUsage]) -> list[TrainingUsage]:

@@ -217,15 +217,7 @@ def estimate_meshes(
                 step = StepModel(model.shape, spec, its, context, accelerator)
                 made[spec] = _row(step, kind, profile, tokens)
         rows += sorted(made.values(), key=lambda each: (not each.fits, -each.tokens_per_second))
-    if not any(each.fits for each in rows):
-        least = min((each.memory_bytes for each in rows), default=0.0)
-        raise InvalidInput(
-            "the model fits on no rank of these meshes",
-            got=f"{size(least)} a rank at least" if rows else "no mesh that can train it",
-            wanted=f"at most {accelerator.memory_gb:g} GB, {kind}'s",
-            do="Use more ranks, shard, cp, tp or pp, fewer rows, or "
-            "training.activation_checkpointing.",
-        )
+    _require_one_that_fits(rows, accelerator, kind)
     return MeshEstimates(
         model=model.name,
         parameters=model.shape.parameters,
@@ -237,6 +229,20 @@ def estimate_meshes(
         currency=profile.prices.currency,
         rows=tuple(rows),
         based_on=tuple(_basis(kind, accelerator, profile, chosen)),
+    )
+
+
+def _require_one_that_fits(
+    rows: Sequence[MeshEstimate], accelerator: AcceleratorSettings, kind: str
+) -> None:
+    if any(each.fits for each in rows):
+        return
+    least = min((each.memory_bytes for each in rows), default=0.0)
+    raise InvalidInput(
+        "the model fits on no rank of these meshes",
+        got=f"{size(least)} a rank at least" if rows else "no mesh that can train it",
+        wanted=f"at most {accelerator.memory_gb:g} GB, {kind}'s",
+        do="Use more ranks, shard, cp, tp or pp, fewer rows, or training.activation_checkpointing.",
     )
 
 

@@ -48,7 +48,8 @@ class Candidate:
 
 
 def cost(victims: Sequence[Candidate]) -> tuple[object, ...]:
-    """Return what sets of victims are compared by: the highest priority, the work lost, ..."""
+    """Return a sort key of a set of victims: highest priority, lost work, covered gangs, gangs,
+    ids."""
     return (
         max(victim.priority for victim in victims),
         sum(victim.lost_slot_s for victim in victims),
@@ -71,15 +72,15 @@ def choose_victims(
         useful = (-min(each.gain, need), each.gain)
         return (each.priority, each.lost_slot_s, each.covered, *useful, each.jobs)
 
-    taken = []
+    chosen = []
     for each in sorted(candidates, key=order):
         if (need > 0 and each.gain) or (release > 0 and each.release):
-            taken.append(each)
+            chosen.append(each)
             need, release = need - each.gain, release - each.release
     if need > 0 or release > 0:
         return None
-    for each in taken[::-1]:
+    for each in chosen[::-1]:
         if need + each.gain <= 0 and release + each.release <= 0:
-            taken.remove(each)
+            chosen.remove(each)
             need, release = need + each.gain, release + each.release
-    return taken
+    return chosen

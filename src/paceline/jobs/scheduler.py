@@ -32,15 +32,15 @@ from paceline.jobs.engines import Engine, OwnAdmission, Request, Standing
 from paceline.jobs.placement import Gang, Host, gang_of, hosts_of
 from paceline.jobs.preemption import Reservation
 from paceline.jobs.states import (
-    abandoned,
     cause_of,
-    changed,
     is_passing,
     losses_since_checkpoint,
-    warned,
+    with_abandoned_run,
+    with_budget_warning,
+    with_state,
 )
 from paceline.jobs.table import JobTable
-from paceline.jobs.usage import begun, budget_reason
+from paceline.jobs.usage import budget_reason, start_usage
 from paceline.schemas import (
     FlowRunView,
     JobPlacement,
@@ -52,12 +52,12 @@ from paceline.training import training_key
 log = logging.getLogger(__name__)
 
 FLOW = "train-model"
-LOOK_S = 1.0
-LAST_CALL_S = 15.0
+ROUND_S = 1.0
+STOP_WAIT_S = 15.0
 RETRY_S = 5.0  # after a start that Prefect could not make
 CANCEL_RETRY_S = 10.0
-LATE_S = 60.0  # until a Prefect worker should have taken a flow run
-UNTAKEN_S = 600.0  # until its job gives its nodes back; it requests others after as long
+LATE_START_S = 60.0  # until a Prefect worker should have taken a flow run
+NO_WORKER_S = 600.0  # until its job gives its nodes back; it requests others after as long
 LOST_S = 30.0  # without a report of a flow that has reported, or was cancelled before it began
 # The same of one that never has: its first report needs 14 CPU-seconds after the start. Before, a
 # Prefect worker may pull an image of gigabytes: it is PENDING then.
@@ -106,20 +106,20 @@ class JobScheduler(RepeatedTask):
         """``flows`` is None where the installation has no Prefect server: then only flows that
         others start are admitted. ``engine`` is our own admission by default.
         """
-        super().__init__("job-scheduler", LOOK_S, LAST_CALL_S)
+        super().__init__("job-scheduler", ROUND_S, STOP_WAIT_S)
         self._coordinator, self._table, self._flows = coordinator, table, flows
         self._profile, self._wall = profile, wall
         self._engine = engine or OwnAdmission(profile)
         self._began_s = wall()
         # of each open job its settings, and the key of its training
         self._settings: dict[str, tuple[TrainingSettings, str]] = {}
-        self._due: dict[str, float] = {}  # job → when Prefect is called for it again
+        self._retry_at: dict[str, float] = {}  # job → when Prefect is called for it again
         # flow run that has not reported → its state in Prefect, which may be GONE, and since when
-        self._silent: dict[str, tuple[str, float]] = {}
+        self._unreported: dict[str, tuple[str, float]] = {}
         self._cancelling: dict[str, float] = {}  # lost flow run → since when Prefect shows that
         self._lost_s = -math.inf  # when lost flow runs were last looked at
 
-    def look(self) -> None:
+    def run_once(self) -> None:
         """Make one round: follow, admit, start, end."""
         self._end_lost()
         jobs = self._table.open_jobs()
@@ -127,11 +127,11 @@ class JobScheduler(RepeatedTask):
             return
         open_ = [each for each in jobs if each.state is not JobState.NEEDS_REVIEW]  # it has ended
         self._follow([each for each in open_ if each.state.holds_hosts or each.adopted])
-        self._for_each([each for each in jobs if each.spec.budget], self._keep_budget)
+        self._for_each([each for each in jobs if each.spec.budget], self._enforce_budget)
         self._admit()
-        self._for_each(self._table.open_jobs(), self._move)
+        self._for_each(self._table.open_jobs(), self._advance)
 
-    def _move(self, job: TrainingJob) -> None:
+    def _advance(self, job: TrainingJob) -> None:
         if job.state is JobState.ADMITTED and not job.adopted:
             self._start(job)
         elif job.state in (JobState.PAUSING, JobState.CANCELLING):
@@ -161,7 +161,7 @@ class JobScheduler(RepeatedTask):
                 states = dict.fromkeys(ids, GONE) | dict(self._flows.states(ids))
             except TemporaryError as error:  # no flow starts meanwhile
                 log.warning("the states of jobs' flows are unknown: %s", error)
-        self._silent = {key: since for key, since in self._silent.items() if key in states}
+        self._unreported = {key: since for key, since in self._unreported.items() if key in states}
         self._for_each(
             jobs, lambda job: self._follow_one(job, states.get(job.flow_run_id or "", ""))
         )
@@ -177,30 +177,30 @@ class JobScheduler(RepeatedTask):
             kind = next(iter(job.usage[-1].accelerators))  # a gang's hosts are of one
             self._table.change(job.job_id, lambda now: now.model_copy(update={"kind": kind}))
         if report is not None and report.outcome is not None:
-            self._ended(job, report.outcome, report.error)
+            self._record_end(job, report.outcome, report.error)
         elif state == "COMPLETED":
-            self._ended(job, "succeeded", "")
+            self._record_end(job, "succeeded", "")
         elif state in ("FAILED", "CRASHED", "CANCELLED", "INTERRUPTED"):
             assert self._flows is not None
             message = self._flows.view(job.flow_run_id or "", 2**31).message
             outcome = "cancelled" if state in ("CANCELLED", "INTERRUPTED") else "failed"
-            self._ended(job, outcome, message, lost=state == "CRASHED")
+            self._record_end(job, outcome, message, lost=state == "CRASHED")
         elif job.adopted and job.wanted == "yield" and report is not None and report.waits:
             again = {"adopted": True, "flow_run_id": job.flow_run_id, "attempt": job.attempt + 1}
             self._preempt(job, **again)
         elif why := self._why_lost(job, state, silent_s if report or job.adopted else None):
             if state in ENDING and report is None and job.wanted != "run" and not job.adopted:
-                self._ended(job, "cancelled", why)
+                self._record_end(job, "cancelled", why)
                 return
             if job.flow_run_id and self._flows is not None:
                 with contextlib.suppress(PacelineError):  # it may be gone, and Prefect away
                     self._flows.cancel(job.flow_run_id)
-            self._lose(job, why, untaken=state == "SCHEDULED" and report is None)
+            self._record_loss(job, why, no_worker=state == "SCHEDULED" and report is None)
         elif job.state is JobState.ADMITTED and job.adopted and report and not report.waits:
             self._change(job, JobState.STARTING, started_at=job.started_at or self._wall())
         elif job.state is JobState.STARTING and report is not None and report.step > 0:
             self._change(job, JobState.RUNNING)
-        elif state == "SCHEDULED" and silent_s > LATE_S and not job.adopted:
+        elif state == "SCHEDULED" and silent_s > LATE_START_S and not job.adopted:
             self._table.note(job.job_id, "its flow run waits for a Prefect worker to take it")
         elif state in ENDING and job.state in (JobState.STARTING, JobState.RUNNING):
             self._change(job, JobState.CANCELLING, "cancelled in Prefect", wanted="cancel")
@@ -213,23 +213,25 @@ class JobScheduler(RepeatedTask):
             return f"its flow has not reported for {silent_s:.0f} s" if silent_s > LOST_S else ""
         flow_run_id, now = job.flow_run_id or "", self._wall()
         if not state:  # Prefect is away
-            self._silent.pop(flow_run_id, None)
+            self._unreported.pop(flow_run_id, None)
             return ""
-        if self._silent.get(flow_run_id, ("", 0.0))[0] != state:
-            self._silent[flow_run_id] = state, now
-        silent_s = now - self._silent[flow_run_id][1]
+        if self._unreported.get(flow_run_id, ("", 0.0))[0] != state:
+            self._unreported[flow_run_id] = state, now
+        silent_s = now - self._unreported[flow_run_id][1]
         if state == GONE:
             return "Prefect does not have its flow run any more" if silent_s > LOST_S else ""
         # One that is cancelled before it began is cancelled by no runner: Prefect refuses to start
         # it, and shows it as Cancelling for five minutes. It holds no node, as it never reported.
-        limits_s = {"PENDING": PENDING_LOST_S, "CANCELLING": LOST_S, "SCHEDULED": UNTAKEN_S}
+        limits_s = {"PENDING": PENDING_LOST_S, "CANCELLING": LOST_S, "SCHEDULED": NO_WORKER_S}
         if silent_s <= limits_s.get(state, START_LOST_S):
             return ""
         if state == "SCHEDULED":
             return f"no Prefect worker has taken its flow run for {silent_s:.0f} s"
         return f"its flow has never reported, and is {state} in Prefect since {silent_s:.0f} s"
 
-    def _ended(self, job: TrainingJob, outcome: str, message: str, *, lost: bool = False) -> None:
+    def _record_end(
+        self, job: TrainingJob, outcome: str, message: str, *, lost: bool = False
+    ) -> None:
         """Record that the job's flow run has ended."""
         if outcome == "succeeded":
             review = job.report.review if job.report is not None else ""
@@ -245,7 +247,7 @@ class JobScheduler(RepeatedTask):
             reason = job.reason if job.wanted == "cancel" else "cancelled in Prefect"
             self._change(job, JobState.CANCELLED, reason)
         elif lost or is_passing(message):
-            self._lose(job, message)
+            self._record_loss(job, message)
         else:
             self._change(job, JobState.FAILED, message)
 
@@ -253,9 +255,9 @@ class JobScheduler(RepeatedTask):
         reason, fields = job.reason or "preempted", {"preemptions": job.preemptions + 1} | fields
         self._change(job, JobState.PREEMPTED, reason, cause="preempted", **fields)
 
-    def _lose(self, job: TrainingJob, why: str, *, untaken: bool = False) -> None:
+    def _record_loss(self, job: TrainingJob, why: str, *, no_worker: bool = False) -> None:
         """Have the job start again, up to MOST_LOSSES times between two checkpoints; it resumes the
-        newest. ``untaken``: its flow run never began, and that is no fault of the job's.
+        newest. ``no_worker``: its flow run never began, and that is no fault of the job's.
         """
         cause = cause_of(why)
         if job.wanted == "cancel":
@@ -267,11 +269,11 @@ class JobScheduler(RepeatedTask):
             paused = " while it was paused" if job.state is JobState.PAUSED else ""
             reason = f"{why}{paused}; start it again: it resumes its checkpoint"
             self._change(job, JobState.FAILED, reason, cause=cause)
-        elif untaken:
+        elif no_worker:
             # What Slurm or Kubernetes holds for it is given back, too, as at a pause.
-            after = self._change(job, JobState.RECOVERING, why, allocation=None, untaken=True)
+            after = self._change(job, JobState.RECOVERING, why, allocation=None, no_worker=True)
             if after.state is JobState.RECOVERING:
-                self._due[job.job_id] = self._wall() + UNTAKEN_S
+                self._retry_at[job.job_id] = self._wall() + NO_WORKER_S
         elif (losses := losses_since_checkpoint(job)) >= MOST_LOSSES:
             reason = f"ended {losses + 1} times without a new checkpoint; the last: {why}"
             self._change(job, JobState.FAILED, reason, cause=cause)
@@ -280,7 +282,7 @@ class JobScheduler(RepeatedTask):
 
     # -- budgets
 
-    def _keep_budget(self, job: TrainingJob) -> None:
+    def _enforce_budget(self, job: TrainingJob) -> None:
         """Note once that most of the job's budget is spent; pause the job when all of it is."""
         job = self._table.job(job.job_id)
         is_spent, why = budget_reason(job, self._profile.prices, self._wall())
@@ -289,7 +291,7 @@ class JobScheduler(RepeatedTask):
         elif is_spent and job.state in (JobState.STARTING, JobState.RUNNING):
             self._change(job, JobState.PAUSING, why, wanted="pause")
         elif why and not is_spent and not job.budget_warned and job.state.holds_hosts:
-            self._table.change(job.job_id, lambda now: warned(now, why, self._wall()))
+            self._table.change(job.job_id, lambda now: with_budget_warning(now, why, self._wall()))
 
     # -- admission
 
@@ -304,7 +306,7 @@ class JobScheduler(RepeatedTask):
         twin_of = training.setdefault if self._engine.has_own_queue else training.get
         waiting = []
         for job in jobs:
-            if job.state.waits and not self._stays_away(job) and self._has_settings(job):
+            if job.state.waits and not self._is_held_back(job) and self._has_settings(job):
                 other = twin_of(self._settings[job.job_id][1], job.job_id)
                 if other == job.job_id:
                     waiting.append(job)
@@ -315,10 +317,10 @@ class JobScheduler(RepeatedTask):
         workers = self._coordinator.read(lambda state: state.fleet.workers())
         hosts = hosts_of(workers, self._profile.training)
         requests = [
-            made
+            request
             for each in waiting
             if not self._stop.is_set()  # another replica may lead, and requests it, too
-            if (made := self._request(each, hosts)) is not None
+            if (request := self._request(each, hosts)) is not None
         ]
         running = [
             self._reservation(each, self._gang_of(each, hosts))
@@ -334,7 +336,7 @@ class JobScheduler(RepeatedTask):
                     # Another one is stored: the next leader must know a cancelled one as the job's.
                     is_new = job.allocation is None or job.allocation.id != held.id
                     self._table.note(job.job_id, None, stored=is_new, allocation=held)
-                self._stand(job, found, by_name)
+                self._apply_standing(job, found, by_name)
             now = self._table.job(job.job_id)
             if now.state.waits and (why := reasons.get(job.job_id, "")[:500]) not in (
                 "",
@@ -345,16 +347,16 @@ class JobScheduler(RepeatedTask):
         needed = {
             each.job_id
             for each in self._table.open_jobs()
-            if each.state.holds_hosts or (each.state.waits and not self._stays_away(each))
+            if each.state.holds_hosts or (each.state.waits and not self._is_held_back(each))
         }
         for job_id in standings.keys() - needed:
             self._engine.cancel(job_id)
 
-    def _stays_away(self, job: TrainingJob) -> bool:
+    def _is_held_back(self, job: TrainingJob) -> bool:
         """Return whether the job gave its nodes back as no Prefect worker took its flow run, and
         leaves them to others yet.
         """
-        return job.state is JobState.RECOVERING and self._waits(job)
+        return job.state is JobState.RECOVERING and self._is_backing_off(job)
 
     def _request(self, job: TrainingJob, hosts: Sequence[Host]) -> Request | None:
         """Ask the engine for the gang of a waiting job; None for one that can have none."""
@@ -367,7 +369,7 @@ class JobScheduler(RepeatedTask):
             return None
         return request
 
-    def _stand(self, job: TrainingJob, found: Standing, hosts: Mapping[str, Host]) -> None:
+    def _apply_standing(self, job: TrainingJob, found: Standing, hosts: Mapping[str, Host]) -> None:
         """Have a job become what its standing with the engine makes of it."""
         holds = job.state in (JobState.ADMITTED, JobState.STARTING, JobState.RUNNING)
         if job.state.waits and found.placement is not None:
@@ -381,7 +383,7 @@ class JobScheduler(RepeatedTask):
                 level=placed.level,
                 score=round(placed.score, 4),
             )
-            usage = begun(job, held, placed.hosts, self._wall(), whole=not shared)
+            usage = start_usage(job, held, placed.hosts, self._wall(), whole=not shared)
             self._change(job, JobState.ADMITTED, "", placement=placement, usage=usage)
         elif job.state.waits and found.phase == "failed":
             self._change(job, JobState.FAILED, found.reason)
@@ -389,9 +391,9 @@ class JobScheduler(RepeatedTask):
             running = holds and job.flow_run_id
             state = JobState.CANCELLING if running else JobState.CANCELLED
             self._change(job, state, found.reason, wanted="cancel")
-        elif found.phase == "taken" and holds and job.adopted and not job.yields:
-            self._lose(job, found.reason)
-        elif found.phase == "taken" and holds:
+        elif found.phase == "revoked" and holds and job.adopted and not job.yields:
+            self._record_loss(job, found.reason)
+        elif found.phase == "revoked" and holds:
             if job.flow_run_id:
                 self._change(job, JobState.PAUSING, found.reason, wanted="yield")
             else:
@@ -441,36 +443,38 @@ class JobScheduler(RepeatedTask):
     # -- starting and ending flows
 
     def _start(self, job: TrainingJob) -> None:
-        if self._flows is None or job.placement is None or self._waits(job):
+        if self._flows is None or job.placement is None or self._is_backing_off(job):
             return
         try:
-            made = self._flows.run(FLOW, job.run_id, parameters_of(job), job.attempt + 1)
+            started = self._flows.run(FLOW, job.run_id, parameters_of(job), job.attempt + 1)
         except InvalidInput as error:
             self._change(job, JobState.FAILED, error.one_line())
             return
         except PacelineError as error:
-            self._due[job.job_id] = self._wall() + RETRY_S
+            self._retry_at[job.job_id] = self._wall() + RETRY_S
             self._table.note(job.job_id, f"its flow cannot be started yet: {error.one_line()}")
             return
-        self._due.pop(job.job_id, None)
+        self._retry_at.pop(job.job_id, None)
         after = self._change(
             job,
             JobState.STARTING,
-            flow_run_id=made.flow_run_id,
+            flow_run_id=started.flow_run_id,
             attempt=job.attempt + 1,
             started_at=job.started_at or self._wall(),
         )
-        if after.flow_run_id != made.flow_run_id:  # it was paused or cancelled meanwhile
+        if after.flow_run_id != started.flow_run_id:  # it was paused or cancelled meanwhile
             at = self._wall()
-            self._table.change(job.job_id, lambda now: abandoned(now, made.flow_run_id, at))
+            self._table.change(
+                job.job_id, lambda now: with_abandoned_run(now, started.flow_run_id, at)
+            )
             self._lost_s = -math.inf  # it is ended in the next round
 
     def _end(self, job: TrainingJob) -> None:
-        if self._flows is None or not job.flow_run_id or self._waits(job):
+        if self._flows is None or not job.flow_run_id or self._is_backing_off(job):
             return  # without Prefect a flow that runs ends by itself or by a signal
         if job.adopted and job.wanted == "yield":
             return  # its flow reads that, and goes on: it waits to be admitted again
-        self._due[job.job_id] = self._wall() + CANCEL_RETRY_S
+        self._retry_at[job.job_id] = self._wall() + CANCEL_RETRY_S
         try:
             if self._flows.states([job.flow_run_id]).get(job.flow_run_id) not in ENDING:
                 self._flows.cancel(job.flow_run_id)
@@ -508,8 +512,8 @@ class JobScheduler(RepeatedTask):
         except PacelineError as error:
             log.warning("lost flow runs are not ended in Prefect yet: %s", error)
 
-    def _waits(self, job: TrainingJob) -> bool:
-        return self._due.get(job.job_id, 0.0) > self._wall()
+    def _is_backing_off(self, job: TrainingJob) -> bool:
+        return self._retry_at.get(job.job_id, 0.0) > self._wall()
 
     def _change(
         self, job: TrainingJob, state: JobState, reason: str = "", **fields: Any
@@ -520,9 +524,9 @@ class JobScheduler(RepeatedTask):
         def make(now: TrainingJob) -> TrainingJob:
             if now.state is not job.state or now.flow_run_id != job.flow_run_id:
                 return now
-            return changed(now, state, self._wall(), reason, **fields)
+            return with_state(now, state, self._wall(), reason, **fields)
 
-        self._due.pop(job.job_id, None)
+        self._retry_at.pop(job.job_id, None)
         return self._table.change(job.job_id, make)
 
 

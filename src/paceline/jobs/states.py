@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import takewhile
+from typing import Any, Literal
 
 from paceline.client import raised
+from paceline.config import PriceSettings
 from paceline.errors import Conflict, TemporaryError, WorkerLost
-from paceline.jobs.usage import ended, is_held
+from paceline.jobs.usage import budget_reason, end_usage, is_held
 from paceline.schemas import KEPT_CHANGES, JobChange, JobState, LossCause, TrainingJob
 
 _S = JobState
@@ -30,21 +32,21 @@ NEXT: dict[JobState, set[JobState]] = {
 }
 
 
-def changed(
+def with_state(
     job: TrainingJob,
     state: JobState,
     at: float,
     reason: str = "",
     by: str = "",
     cause: LossCause = "",
-    untaken: bool = False,
+    no_worker: bool = False,
     **fields: Any,
 ) -> TrainingJob:
     """Return ``job`` in ``state``, with the change in its history; raises Conflict where it may not
     follow the present one.
 
     A job that no longer holds hosts has no placement, and one that waits no flow run; the time of
-    its attempt is then in its usage. ``cause``: why the attempt was lost; ``untaken``: no Prefect
+    its attempt is then in its usage. ``cause``: why the attempt was lost; ``no_worker``: no Prefect
     worker took its flow run.
     """
     if state not in NEXT[job.state]:
@@ -55,7 +57,7 @@ def changed(
             where=job.job_id,
         )
     # A flow run that is ended in Prefect where that is still to be done.
-    lost = (job.flow_run_id or "") if cause == "lost-flow" or untaken else ""
+    lost = (job.flow_run_id or "") if cause == "lost-flow" or no_worker else ""
     change = JobChange(
         state=state, at=at, reason=reason[:500], by=by, cause=cause, flow_run_id=lost
     )
@@ -68,7 +70,7 @@ def changed(
     if not state.holds_hosts:
         update["placement"] = None
         if is_held(job):
-            update["usage"] = ended(job, state, at, cause)
+            update["usage"] = end_usage(job, state, at, cause)
     if state.waits or state is JobState.PAUSED:
         update["wanted"] = "run"
         if not job.state.waits:  # its flow run has ended; an adopted one that waits goes on
@@ -80,7 +82,7 @@ def changed(
     return job.model_copy(update=update | fields)
 
 
-def abandoned(job: TrainingJob, flow_run_id: str, at: float) -> TrainingJob:
+def with_abandoned_run(job: TrainingJob, flow_run_id: str, at: float) -> TrainingJob:
     """Return ``job``, which was paused or cancelled while this flow run was made for it, with the
     flow run in its history as one to end in Prefect, and as an attempt: the next one is another.
     """
@@ -88,6 +90,66 @@ def abandoned(job: TrainingJob, flow_run_id: str, at: float) -> TrainingJob:
     change = JobChange(state=job.state, at=at, reason=reason, flow_run_id=flow_run_id)
     update = {"history": _history(job, change), "attempt": job.attempt + 1}
     return job.model_copy(update=update)
+
+
+def end_requested(
+    job: TrainingJob, wanted: Literal["pause", "cancel"], *, by: str, at: float
+) -> TrainingJob:
+    """Return ``job`` paused or cancelled by a person: at once where no flow runs for it."""
+    ended, ending = {
+        "pause": (_S.PAUSED, _S.PAUSING),
+        "cancel": (_S.CANCELLED, _S.CANCELLING),
+    }[wanted]
+    reason = f"{wanted} requested by {by}"
+    if job.state.waits or job.state is _S.PAUSED:
+        return with_state(job, ended, at, reason, by)
+    if job.state is _S.ADMITTED and not job.adopted:
+        return with_state(job, ended, at, reason, by)
+    if job.state is ending:  # it yields, and must not start again
+        return job.model_copy(update={"wanted": wanted, "reason": reason})
+    return with_state(job, ending, at, reason, by, wanted=wanted)
+
+
+def resumed(
+    job: TrainingJob, budget: float | None, prices: PriceSettings, *, by: str, at: float
+) -> TrainingJob:
+    """Return ``job`` queued again, with the new ``budget`` if there is one; unchanged where it was
+    resumed already. Raises Conflict where it is not paused, or has spent its budget."""
+    job = job if budget is None else _with_budget(job, budget)
+    if budget is not None and (job.state.waits or job.state.holds_hosts):
+        return job
+    if _is_resumed(job):
+        return job
+    if job.state is not JobState.PAUSED:
+        raise Conflict(
+            "nothing to resume: the job is not paused",
+            got=job.state,
+            wanted=JobState.PAUSED,
+            where=job.job_id,
+        )
+    is_spent, why = budget_reason(job, prices, at)
+    if is_spent:
+        raise Conflict(
+            "nothing is left of the job's budget",
+            got=why,
+            wanted="a higher budget",
+            where=job.job_id,
+            do=f"`paceline jobs resume {job.job_id} --budget AMOUNT`, 0 for none.",
+        )
+    return with_state(job, JobState.QUEUED, at, "resumed", by)
+
+
+def _is_resumed(job: TrainingJob) -> bool:
+    """Return whether a person has resumed the job just now: since then the queue has started it at
+    most, and its caller repeats the request, perhaps for want of an answer."""
+    begins = (JobState.QUEUED, JobState.ADMITTED, JobState.STARTING)
+    since = takewhile(lambda each: each.state in begins, reversed(job.history))
+    return any(each.reason == "resumed" for each in since)
+
+
+def _with_budget(job: TrainingJob, budget: float) -> TrainingJob:
+    spec = job.spec.model_copy(update={"budget": budget or None})
+    return job.model_copy(update={"spec": spec, "budget_warned": False})
 
 
 def losses_since_checkpoint(job: TrainingJob) -> int:
@@ -123,7 +185,7 @@ def cause_of(message: str) -> LossCause:
     return "node" if issubclass(kind, WorkerLost) else "passing-failure"
 
 
-def warned(job: TrainingJob, why: str, at: float) -> TrainingJob:
+def with_budget_warning(job: TrainingJob, why: str, at: float) -> TrainingJob:
     """Return ``job`` with a warning that its budget is nearly spent, or cannot be counted."""
     change = JobChange(state=job.state, at=at, reason=why[:500])
     update = {"reason": why[:500], "history": _history(job, change), "budget_warned": True}

@@ -27,7 +27,7 @@ from paceline.schemas import (
 WARN_SHARE = 0.8  # of a budget
 
 
-def begun(
+def start_usage(
     job: TrainingJob, hosts: Sequence[Host], ranks: Mapping[str, int], at: float, *, whole: bool
 ) -> tuple[JobUsage, ...]:
     """Return the job's usage with a new attempt, which holds ``hosts`` from ``at`` on: as many
@@ -39,21 +39,23 @@ def begun(
         count = 1 if host.kind == "cpu" else host.slots if whole else ranks[host.name]
         held[host.kind] += count
         on_spot += count if host.pool == "spot" else 0
-    taken, slots = sum(ranks.values()), sum(host.slots for host in hosts)
-    shares = not whole and taken < slots and "cpu" in held
+    held_slots, slots = sum(ranks.values()), sum(host.slots for host in hosts)
+    shares = not whole and held_slots < slots and "cpu" in held
     usage = JobUsage(
         attempt=job.attempt + (not job.adopted),
         accelerators=dict(held),
-        ranks=taken,
-        node_share=taken / slots if shares else None,
+        ranks=held_slots,
+        node_share=held_slots / slots if shares else None,
         spot_share=on_spot / sum(held.values()),
         since=at,
         queued_s=max(0.0, at - job.updated_at),
     )
-    return _shortened((*job.usage, usage))
+    return _merge_oldest((*job.usage, usage))
 
 
-def ended(job: TrainingJob, state: JobState, at: float, cause: LossCause) -> tuple[JobUsage, ...]:
+def end_usage(
+    job: TrainingJob, state: JobState, at: float, cause: LossCause
+) -> tuple[JobUsage, ...]:
     """Return the job's usage once its attempt has ended with ``state``."""
     *earlier, last = job.usage
     held_s = max(0.0, at - last.since)
@@ -119,7 +121,7 @@ def _classes(report: JobReport | None, held_s: float, lost_s: float = 0.0) -> di
     return found
 
 
-def _shortened(usages: tuple[JobUsage, ...]) -> tuple[JobUsage, ...]:
+def _merge_oldest(usages: tuple[JobUsage, ...]) -> tuple[JobUsage, ...]:
     """Return ``usages`` with the two oldest that held the same in one, if they are many."""
 
     def what(each: JobUsage) -> tuple[object, ...]:

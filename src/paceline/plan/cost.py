@@ -95,53 +95,32 @@ def plan_cost(
     speed = [worker.link_mbit * 1e6 / 8 for worker in workers]
     external = _external(line, network)
     bound = layout.total / min(external, min(speed[: line.length], default=external))
-    leaves = set(line.leaves)
-    taken, sent = [0] * len(workers), [0] * len(workers)
-    to_leaves = [0] * len(workers)  # the part of ``sent`` that goes to leaves
-    readers = [0] * len(workers)  # transfers out of, and into, each worker
-    sources = [0] * len(workers)
-    origin = origin_readers = 0
-    for transfer in transfers:
-        counts = transfer.size > 0
-        taken[transfer.reader] += transfer.size
-        sources[transfer.reader] += counts
-        if transfer.source >= 0:
-            sent[transfer.source] += transfer.size
-            readers[transfer.source] += counts
-            if transfer.reader in leaves:
-                to_leaves[transfer.source] += transfer.size
-        else:
-            origin += transfer.size
-            origin_readers += counts
-    by_line = by_leaf = 0.0
-    for place, rate in enumerate(speed):
-        if place in leaves:
-            share = leaf_link_share(line, workers[place]) * line.link_mbit * 1e6 / 8
-            by_leaf = max(by_leaf, taken[place] / share, sent[place] / rate)
-        else:
-            by_line = max(by_line, taken[place] / rate, (sent[place] - to_leaves[place]) / rate)
-            by_leaf = max(by_leaf, sent[place] / rate)
+    loads = _Loads.of(line, transfers)
+    origin = loads.origin_bytes
+    by_line, by_leaf = _link_seconds(line, loads, speed)
     crossing, by_uplink = _uplinks(line, transfers, network)
     shared = max(by_line, origin / external, by_uplink)
     even = by_line / shared if shared else 1.0  # other links idle for the most loaded one
-    carries = [_hop_rate(transfer, speed, sources, readers) for transfer in transfers]
-    from_origin = external / max(1, origin_readers)
+    hop_rates = [_hop_rate(transfer, speed, loads.sources, loads.readers) for transfer in transfers]
+    from_origin = external / max(1, loads.origin_readers)
     shares = [
         even * rate if transfer.source >= 0 else min(even * rate, from_origin)
-        for transfer, rate in zip(transfers, carries, strict=True)
+        for transfer, rate in zip(transfers, hop_rates, strict=True)
     ]
     rates = [
-        _part_of_links(transfer, share, even, speed, taken, sent, external / max(1, origin))
+        _part_of_links(
+            transfer, share, even, speed, loads.received, loads.sent, external / max(1, origin)
+        )
         for transfer, share in zip(transfers, shares, strict=True)
     ]
-    depth, path, dying = _longest_path(transfers, carries, from_origin, layout)
+    depth, path, dying = _longest_path(transfers, hop_rates, from_origin, layout)
     by = {
         "link": max(by_line, by_leaf),
         "origin": origin / external,
         "uplink": by_uplink,
         "disk": max(
             (
-                taken[place] / (worker.disk_mbit * 1e6 / 8)
+                loads.received[place] / (worker.disk_mbit * 1e6 / 8)
                 for place, worker in enumerate(workers)
                 if worker.disk_mbit
             ),
@@ -156,6 +135,54 @@ def plan_cost(
         limit = "depth"
     prediction = Prediction(seconds + path, bound, crossing, origin, depth, limit, dying)
     return PlanCost(prediction, rates, shares)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loads:
+    """Bytes and transfers of each worker, by its place in the line, and of the origin."""
+
+    received: list[int]  # bytes
+    sent: list[int]  # bytes,
+    sent_to_leaves: list[int]  # and the part of them that goes to leaves
+    sources: list[int]  # transfers into the worker
+    readers: list[int]  # transfers out of it
+    origin_bytes: int
+    origin_readers: int
+
+    @classmethod
+    def of(cls, line: WorkerLine, transfers: Iterable[Transfer]) -> _Loads:
+        leaves, count = set(line.leaves), len(line.workers)
+        received, sent, to_leaves, sources, readers = ([0] * count for _ in range(5))
+        origin_bytes = origin_readers = 0
+        for transfer in transfers:
+            counts = transfer.size > 0
+            received[transfer.reader] += transfer.size
+            sources[transfer.reader] += counts
+            if transfer.source >= 0:
+                sent[transfer.source] += transfer.size
+                readers[transfer.source] += counts
+                if transfer.reader in leaves:
+                    to_leaves[transfer.source] += transfer.size
+            else:
+                origin_bytes += transfer.size
+                origin_readers += counts
+        return cls(received, sent, to_leaves, sources, readers, origin_bytes, origin_readers)
+
+
+def _link_seconds(line: WorkerLine, loads: _Loads, speed: Sequence[float]) -> tuple[float, float]:
+    """Return the seconds of the most loaded link inside the line, and of one that feeds leaves."""
+    leaves = set(line.leaves)
+    by_line = by_leaf = 0.0
+    for place, rate in enumerate(speed):
+        sent_s = loads.sent[place] / rate
+        if place in leaves:
+            share = leaf_link_share(line, line.workers[place]) * line.link_mbit * 1e6 / 8
+            by_leaf = max(by_leaf, loads.received[place] / share, sent_s)
+        else:
+            inside = loads.sent[place] - loads.sent_to_leaves[place]
+            by_line = max(by_line, loads.received[place] / rate, inside / rate)
+            by_leaf = max(by_leaf, sent_s)
+    return by_line, by_leaf
 
 
 def _external(line: WorkerLine, network: Network) -> float:

@@ -102,7 +102,7 @@ class Agent:
             raise
         # Without retries of its own: this loop waits between two attempts.
         self._client = CoordinatorClient.of(runtime, CALL_TIMEOUT_S, patience_s=0.0, worker=True)
-        self._stored = StoredLanes(self._node_dir / "assignments", self.driver.readings)
+        self._stored = StoredLanes(self._node_dir / "assignments", self.driver.origin_reads)
         self._broken: Exception | None = None
 
     def _signed(self, method: str, url: str, version_id: str) -> Signed:
@@ -123,7 +123,7 @@ class Agent:
             limit_mbit = self._link_mbit
 
         incarnation = self._next_incarnation()
-        readings = OriginReadCounts(self._node_dir / "readings")
+        origin_reads = OriginReadCounts(self._node_dir / "readings")
 
         def make(port: int) -> RelayDriver:
             return RelayDriver(
@@ -137,7 +137,7 @@ class Agent:
                 link_mbit=limit_mbit or None,
                 seed=incarnation,
                 coordinated=True,
-                readings=readings,
+                origin_reads=origin_reads,
                 on_change=self._changed.set,
             )
 

@@ -57,9 +57,9 @@ class StoredLanes:
     date; newer lanes replace them as always.
     """
 
-    def __init__(self, directory: Path, readings: OriginReadCounts) -> None:
+    def __init__(self, directory: Path, origin_reads: OriginReadCounts) -> None:
         self._directory = directory
-        self._readings = readings
+        self._readings = origin_reads
         self._epochs: dict[str, int] = {}  # of the lanes that this process stored
         self._earlier: list[tuple[WorkerLanes, Manifest]] = []  # of an earlier process
         directory.mkdir(parents=True, exist_ok=True)

@@ -214,7 +214,7 @@ class Driver(Protocol):
     incarnation: int
     withdrawals: int
     store: Store
-    readings: OriginReadCounts
+    origin_reads: OriginReadCounts
     nic_out: Pacer
 
     def post(self, work: Callable[[float], None]) -> None: ...
@@ -228,7 +228,7 @@ class Deployments:
 
     def __init__(self, driver: Driver, *, limits: SessionLimits, seed: int) -> None:
         self._driver = driver
-        self._store, self._readings = driver.store, driver.readings
+        self._store, self._readings = driver.store, driver.origin_reads
         self.library = OpenModels(driver.store)
         self._limits = limits
         self._seed = seed

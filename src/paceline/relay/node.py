@@ -61,7 +61,7 @@ class RelayDriver:
     """The data plane of one node. ``open_source(url)`` returns a reader for an origin;
     ``on_change()`` is called when something should be reported before the next heartbeat.
     ``coordinated``: a coordinator assigns the lanes, and may reassign them while this process is
-    suspended or cut off. ``readings`` stores the counts of origin reads across processes.
+    suspended or cut off. ``origin_reads`` stores the counts of origin reads across processes.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RelayDriver:
         limits: SessionLimits | None = None,
         seed: int = 0,
         coordinated: bool = False,
-        readings: OriginReadCounts | None = None,
+        origin_reads: OriginReadCounts | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.worker_id = worker_id
@@ -88,7 +88,7 @@ class RelayDriver:
         self.nic_out = Pacer(link_mbit)
         self._transport = transport
         self._open_source = open_source
-        self.readings = readings or OriginReadCounts()
+        self.origin_reads = origin_reads or OriginReadCounts()
         self._inbox: queue.Queue[tuple[Callable[[float], None], float]] = queue.Queue(INBOX_SIZE)
         self.incarnation = incarnation  # that this node reports for its worker
         self.withdrawals = 0  # published versions that became corrupt on this disk
@@ -168,7 +168,7 @@ class RelayDriver:
                 deployment.is_cut_off = False
                 self.handle(deployment, LanesConfirmed(), now_s)
 
-    def _look_around(self, deployment: ActiveDeployment, now_s: float) -> None:
+    def _stop_reassigned_reads(self, deployment: ActiveDeployment, now_s: float) -> None:
         """Stop origin reads where the coordinator may have reassigned them: it is not reachable
         from here and no peer reads from this node any more. While the coordinator is down for all
         nodes, the peers keep reading, and so does this node.
@@ -259,7 +259,7 @@ class RelayDriver:
             self._deliver(deployment, time.monotonic())
             if deployment.streams:
                 next_s = min(next_s, time.monotonic() + DELIVER_INTERVAL_S)
-            self._look_around(deployment, time.monotonic())
+            self._stop_reassigned_reads(deployment, time.monotonic())
             deployment.report_stall(time.monotonic())
             due_s = deployment.session.deadline_s() if deployment.session else None
             old_s = deployment.refreshed_s + LONGEST_WAIT_S  # a stall is reported without an event

@@ -109,10 +109,10 @@ class OriginStream:
             return Extent(first, end)
 
     def _run(self) -> None:
-        lull = ReadCoalescer()
+        coalescer = ReadCoalescer()
         with self._pull.receiving(lambda: self._closed):
             while (extent := self._next()) is not None:
-                self._read(extent, lull)
+                self._read(extent, coalescer)
         self.close()
 
     def _look_ahead(self) -> None:
@@ -130,7 +130,7 @@ class OriginStream:
                 except PacelineError:
                     return  # the thread that reads the file meets the same error, and reports it
 
-    def _read(self, extent: Extent, lull: ReadCoalescer) -> None:
+    def _read(self, extent: Extent, coalescer: ReadCoalescer) -> None:
         manifest = self._staging.manifest
         pieces = deque(manifest.piece_of(piece) for piece in range(*extent))
         offset, size = pieces[0].file_offset, sum(piece.length for piece in pieces)
@@ -146,7 +146,7 @@ class OriginStream:
 
         with self._busy.reading():
             steps = self._reader.stream(file, offset, data, on_socket)
-            for filled in _coalesced_reads(steps, size, lull, used):
+            for filled in _coalesced_reads(steps, size, coalescer, used):
                 self._pull.counters.add(origin=filled - done)
                 while done < filled:
                     if self._closed:
@@ -214,7 +214,7 @@ class _BusyTimer:
 
 
 def _coalesced_reads(
-    steps: Iterator[int], size: int, lull: ReadCoalescer, used: Sequence[socket.socket]
+    steps: Iterator[int], size: int, coalescer: ReadCoalescer, used: Sequence[socket.socket]
 ) -> Iterator[int]:
     """Yield what ``steps`` yields until there are ``size`` bytes, with a pause before each in which
     its bytes may gather: in the last socket that was ``used``.
@@ -223,14 +223,14 @@ def _coalesced_reads(
     while True:
         began_s = time.monotonic()
         held = held_bytes(used[-1]) if used else 0
-        if done < size and (wait_s := lull.wait_s(step, held)):
-            lull.sleep(wait_s)
+        if done < size and (wait_s := coalescer.wait_s(step, held)):
+            coalescer.sleep(wait_s)
         read_s = time.monotonic()
         filled = next(steps, None)
         if filled is None:
             return
         step, done = filled - done, filled
-        lull.read(step, began_s, time.monotonic() - read_s, held)
+        coalescer.read(step, began_s, time.monotonic() - read_s, held)
         yield filled
 
 

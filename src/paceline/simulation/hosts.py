@@ -205,7 +205,7 @@ class Disk:
 # more than the others still sends corrupt runs, which its readers' sessions repair.
 
 # On a spare source extents are this part of the longest, because failback is judged by pieces.
-AWAY_EXTENTS = 128
+ON_SPARE_EXTENTS = 128
 LEAST_EXTENTS = 8  # extents shrink as a host nears completion, to this part of the longest
 
 
@@ -249,10 +249,10 @@ class Gathering:
         if corrupt > 0:
             return max(1, min(self.longest, int(1 / corrupt)))
         if flow.source.is_origin:  # its window is some seconds long, and is requested in halves
-            return max(1, self.longest // AWAY_EXTENTS)
+            return max(1, self.longest // ON_SPARE_EXTENTS)
         planned = flow.reader.lane_sources
         if 0 < flow.lane <= len(planned) and planned[flow.lane - 1] != flow.key:
-            return max(1, self.longest // AWAY_EXTENTS)
+            return max(1, self.longest // ON_SPARE_EXTENTS)
         left = (self._count - flow.reader.have.count) // max(1, len(flow.reader.feeds))
         least = max(1, self.longest // LEAST_EXTENTS)
         longest = least

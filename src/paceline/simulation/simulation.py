@@ -16,7 +16,7 @@ from paceline.plan import SHARING_OVERHEAD, origin_cap_bytes
 from paceline.relay.protocol import Extent, Extents, SessionLimits
 from paceline.schemas import DeploymentStatus, SimulationReport, Topology
 from paceline.simulation.control import Control
-from paceline.simulation.hosts import AWAY_EXTENTS, ORIGIN_RACK, Host
+from paceline.simulation.hosts import ON_SPARE_EXTENTS, ORIGIN_RACK, Host
 from paceline.simulation.scenario import MBIT, STRAGGLERS_RATE, Fault, Scenario, seeded_deaths
 from paceline.simulation.streams import Streams
 
@@ -105,7 +105,7 @@ class Simulation:
             return usual
         return SessionLimits(
             window_pieces=max(usual.window_pieces, 3 * coalesce),
-            away_pieces=max(usual.away_pieces, 3 * coalesce // AWAY_EXTENTS),
+            on_spare_pieces=max(usual.on_spare_pieces, 3 * coalesce // ON_SPARE_EXTENTS),
             window_bytes=1 << 60,
             window_s=1e9,
         )
@@ -285,10 +285,10 @@ class Simulation:
         It is listed first, because a report may not have room for all violations.
         """
         read = sum(host.origin_bytes for host in self.streams.hosts.values())
-        fuse = origin_cap_bytes(self.manifest.total_size)
-        if read <= fuse or self.scenario.topology is Topology.DIRECT:
+        cap_bytes = origin_cap_bytes(self.manifest.total_size)
+        if read <= cap_bytes or self.scenario.topology is Topology.DIRECT:
             return []
-        return [f"I6 {read:.0f} bytes read from the origin, at most {fuse} may be"]
+        return [f"I6 {read:.0f} bytes read from the origin, at most {cap_bytes} may be"]
 
     def _unfinished(self) -> list[str]:
         """Wait for the coordinator's final status; return a violation where it is not complete."""

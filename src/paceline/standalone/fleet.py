@@ -292,7 +292,7 @@ class Fleet:
         short = [part.worker_id for part in parts if part.failure and part.failure.code == code]
         cap = origin_cap_bytes(self.manifest.total_size) + self.request.extra_origin_bytes
         return OriginBudgetExceeded(
-            "only the source has the missing pieces, and its fuse is spent",
+            "only the source has the missing pieces, and the origin budget is spent",
             got=f"{self._read_bytes()} bytes read, of that {self._before_bytes} by calls that this "
             f"one goes on from; {', '.join(short)} would read more",
             wanted=f"at most {cap} bytes",

@@ -77,7 +77,7 @@ class DistributeRequest:
             ),
             (
                 self.extra_origin_bytes < 0,
-                "bad count of bytes that may be read beyond the fuse",
+                "bad count of bytes that may be read beyond the origin budget",
                 self.extra_origin_bytes,
                 "0 or more",
             ),

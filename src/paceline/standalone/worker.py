@@ -53,7 +53,7 @@ class LocalCoordinator:
     def tick(self) -> bool:
         """Pass the time; return whether there is a new plan."""
         now_s = time.monotonic()
-        self.state.fleet.forgive(float("inf"), now_s)  # workers of this process are never lost
+        self.state.fleet.discount_gap(float("inf"), now_s)  # workers of this process are never lost
         effects = self.state.handle(Tick(at=time.time()), now_s)
         return any(isinstance(effect, SavePlan) for effect in effects)
 
@@ -100,7 +100,7 @@ class Worker:
                 port=request.first_port + number if request.first_port else 0,
                 link_mbit=request.link_mbit,
                 seed=number,
-                readings=self._counts,
+                origin_reads=self._counts,
                 on_change=self._report_now,
             )
         except BaseException:

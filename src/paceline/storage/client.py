@@ -122,8 +122,8 @@ def make_client(access: ObjectAccess, *, hasty: bool = False, sign: Sign | None 
     if sign is not None:
         SignedRequests(client, sign)
     elif not access.access_key:
-        renewal = _Renewal(client, access.profile)
-        client.meta.events.register("before-send.s3.*", renewal.signed)
+        renewal = _CredentialRenewal(client, access.profile)
+        client.meta.events.register("before-send.s3.*", renewal.remember_token)
         client.meta.events.register_first("needs-retry.s3.*", renewal)
     return client
 
@@ -169,11 +169,11 @@ def _adding(parameters: dict[str, Any]) -> Callable[..., dict[str, Any]]:
     return add
 
 
-class _Renewal:
-    """Reads temporary credentials again that a server refuses; repeats the request if they changed.
+class _CredentialRenewal:
+    """Reloads temporary credentials that a server refuses, and repeats the request if they changed.
 
-    For credentials that something else renews in a file (a login, a sidecar): botocore itself
-    reads such a file only once. A refused HEAD has no body, so the status alone must do.
+    For credentials that another program renews in a file (a login, a sidecar): botocore itself
+    reads such a file only once. Only the status is tested, because a refused HEAD has no body.
     """
 
     def __init__(self, client: Any, profile: str) -> None:
@@ -181,8 +181,8 @@ class _Renewal:
         self._lock = threading.Lock()
         self._thread = threading.local()
 
-    def signed(self, request: Any, **_: Any) -> None:
-        """Keep the token of this thread's request: another thread may renew it meanwhile."""
+    def remember_token(self, request: Any, **_: Any) -> None:
+        """Record the token of this thread's request: another thread may renew it meanwhile."""
         token = request.headers.get("X-Amz-Security-Token", b"")
         self._thread.token = token.decode() if isinstance(token, bytes) else token
 
@@ -196,10 +196,10 @@ class _Renewal:
 
         with self._lock:
             if self._signer._credentials.token == refused:
-                found = Session(profile=self._profile or None).get_credentials()
-                if found is None or found.token == refused:
+                renewed = Session(profile=self._profile or None).get_credentials()
+                if renewed is None or renewed.token == refused:
                     return None
-                self._signer._credentials = found
+                self._signer._credentials = renewed
         return 0.0
 
 
@@ -233,10 +233,10 @@ def _is_listed(client: Any, bucket: str, key: str) -> bool:
     from botocore.exceptions import ClientError
 
     try:
-        found = client.list_objects_v2(Bucket=bucket, Prefix=key, MaxKeys=1)
+        renewed = client.list_objects_v2(Bucket=bucket, Prefix=key, MaxKeys=1)
     except ClientError:
         return True
-    return any(each["Key"] == key for each in found.get("Contents", ()))
+    return any(each["Key"] == key for each in renewed.get("Contents", ()))
 
 
 # Translation of botocore's errors into PacelineErrors.

@@ -14,7 +14,7 @@ import hashlib
 import io
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -137,6 +137,25 @@ class PartsUpload:
                 patience.failed(error)
 
 
+@contextlib.contextmanager
+def _upload_gone(upload: PartsUpload) -> Iterator[None]:
+    """Raise UploadGoneError for what servers answer of an upload that ended meanwhile."""
+    try:
+        yield
+    except SourceMissing as error:
+        if not upload.in_parts:
+            raise
+        raise UploadGoneError from error  # another process ended or aborted this upload
+    except UploadGoneError:
+        upload.abort()
+        raise
+    except PermanentError as error:
+        if not str(error.got).startswith("InvalidPart"):
+            raise
+        upload.abort()
+        raise UploadGoneError from error  # some servers answer so for an upload that has ended
+
+
 def send_file(
     client: Any,
     endpoint_url: str,
@@ -191,7 +210,7 @@ def send_file(
                 upload.write(number, body, md5)
             on_bytes(length)
 
-        try:
+        with _upload_gone(upload):
             with ThreadPoolExecutor(PARALLEL, thread_name_prefix="part") as pool:
                 running = [pool.submit(part, number) for number in upload.lengths or (1,)]
                 try:
@@ -204,18 +223,6 @@ def send_file(
             if upload.in_parts:
                 check()
             upload.complete()
-        except SourceMissing as error:
-            if not upload.in_parts:
-                raise
-            raise UploadGoneError from error  # another process ended or aborted this upload
-        except UploadGoneError:
-            upload.abort()
-            raise
-        except PermanentError as error:
-            if not str(error.got).startswith("InvalidPart"):
-                raise
-            upload.abort()
-            raise UploadGoneError from error  # some servers answer so for an upload that has ended
         return sum(upload.lengths[number] for number in found)
 
 

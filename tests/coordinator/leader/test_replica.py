@@ -234,7 +234,7 @@ def test_wall_clock_that_jumps_an_hour_either_way_changes_nothing(three):
 def test_held_answers_are_let_go_when_the_leader_steps_down(three):
     leader = three.leader
     rung = threading.Event()
-    leader.coordinator.notifier.ring = rung.set
+    leader.coordinator.notifier.notify = rung.set
     leader.link.lapsed = True
     until(rung.is_set, "the bell")
 

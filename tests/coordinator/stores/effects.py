@@ -240,7 +240,7 @@ def expected(effects: list[object]) -> LoadedState:
         deployments=tuple(
             LoadedDeployment(
                 deployment=each.deployment,
-                memo=PersistedState.from_json(each.memo.to_json()),
+                persisted=PersistedState.from_json(each.persisted.to_json()),
                 manifest=manifests[name],
                 plan=max(plans[name].values(), key=lambda p: p.epoch) if name in plans else None,
                 receipts=tuple(one for _, one in sorted(receipts.get(name, {}).items())),

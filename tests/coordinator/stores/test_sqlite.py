@@ -135,8 +135,8 @@ def old_rows(effects):
     """Yield what earlier versions wrote for ``effects``: a table and its values."""
     for number, each in enumerate(effects, 1):
         match each:
-            case SaveDeployment(record, memo, given):
-                texts = (record.model_dump_json(), memo.to_json(), boot_id(), given.to_bytes())
+            case SaveDeployment(record, persisted, given):
+                texts = (record.model_dump_json(), persisted.to_json(), boot_id(), given.to_bytes())
                 yield "deployments", (number, record.deployment_id, 41, *texts)
             case SavePlan(one):
                 text = one.model_dump_json()
@@ -205,7 +205,7 @@ def test_after_a_reboot_running_deployments_get_their_time_again(tmp_path, monke
     store.close()
     monkeypatch.setattr("paceline.coordinator.stores.coordination.boot_id", lambda: "another")
     store, _ = led(tmp_path / "c.sqlite")
-    assert store.load(7.0).deployments[0].memo.created_s == 7.0
+    assert store.load(7.0).deployments[0].persisted.created_s == 7.0
     store.close()
 
 

@@ -99,7 +99,7 @@ def test_a_changed_token_opens_nothing(
     text = edited(real.texts[which].encode(), changes)
     assume(text != real.texts[which].encode())
     with pytest.raises(AccessDenied):
-        real.book.recognise(text.decode("latin-1"), NOW)
+        real.book.authenticate(text.decode("latin-1"), NOW)
 
 
 @BOUNDED
@@ -111,7 +111,7 @@ def test_no_authorization_header_breaks_the_guard(
     nearly = edited(b"Bearer " + real.texts[0].encode(), changes)
     for given_ in (headers, [nearly], [nearly, *headers]):
         try:
-            caller = authenticator.recognise(given_, NOW)
+            caller = authenticator.authenticate(given_, NOW)
         except AccessDenied:
             continue
         _, _, shown = given_[0].partition(b" ")

@@ -27,9 +27,9 @@ def test_the_gangs_store_avoids_server_nodes_or_lies_on_the_standbys(
     attempt = ServedAttempt(gangs, ranks, 1, None)
     assert attempt._workers[0] == store
     assert sorted(attempt._workers) == sorted(set(nodes))
-    attempt._take("store", "elsewhere", {"error": "the store ended"})
+    attempt._handle_message("store", "elsewhere", {"error": "the store ended"})
     assert not attempt._store_lost
-    attempt._take("store", store, {"error": "the store ended"})
+    attempt._handle_message("store", store, {"error": "the store ended"})
     assert attempt._store_lost
 
 
@@ -52,7 +52,7 @@ def test_one_server_may_be_lost_and_no_other_rank(
 ) -> None:
     ranks = {rank: RankState(GangMember("abcd"[rank], rank)) for rank in range(4)}
     for rank, code in codes.items():
-        ranks[rank].over, ranks[rank].code = True, code
+        ranks[rank].has_ended, ranks[rank].code = True, code
     fault = ServedAttempt(GangSupervisor(Mock(), Deadlines()), ranks, 1, None)._loss()
     assert (fault is not None) == bool(reason)
     assert fault is None or reason in fault.what

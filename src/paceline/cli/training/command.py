@@ -1,6 +1,7 @@
-"""`paceline train`: train on this machine, without any server; the same command resumes.
+"""`paceline train` trains on this machine without any server; `paceline training start` on a fleet.
 
-`paceline training start` runs the flow `train-model` on a running installation instead.
+`paceline train` resumes when it is repeated. `paceline training start` runs the flow `train-model`
+on a running installation (``cli.flows.FlowCall``, `flows/train.py`).
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from paceline.cli.options import (
     F,
     evaluate_on_option,
     evaluate_option,
-    handling,
     job_settings,
     json_option,
     judged_on,
     optimizer_option,
-    or_last,
+    or_newest_made,
     profile_options,
     project_option,
     purpose_option,
     read_profile,
+    resolve_training_id,
     run_id_option,
     settings_option,
     show,
+    signal_handler,
     state_option,
     team_option,
-    whole_training_id,
 )
 from paceline.cli.training.mlflow_logging import TrainingLog, location
 from paceline.cli.training.output import (
@@ -248,11 +249,11 @@ def start(
     from paceline.client import CoordinatorClient
     from paceline.config import find_installation
 
-    snapshot_url = or_last(snapshot, "url", state)
-    continue_from = or_last(continue_from, "job_id", state)
+    snapshot_url = or_newest_made(snapshot, "url", state)
+    continue_from = or_newest_made(continue_from, "job_id", state)
     if continue_from.startswith("tj-"):
         client = CoordinatorClient.of(find_installation(state))
-        continue_from = whole_training_id(client, continue_from)
+        continue_from = resolve_training_id(client, continue_from)
     named = {"team": team, "project": project, "purpose": purpose, "optimizer_ref": optimizer_ref}
     more: dict[str, Any] = {name: value for name, value in named.items() if value}
     if (judging := judged_on(evaluate, evaluate_on, snapshot_url)) is not None:
@@ -412,5 +413,5 @@ def _stopping_gently(cancel: threading.Event) -> Iterator[SimpleNamespace]:
             os.write(2, b"! stopping: every rank saves its state (once more: at once, unsaved)\n")
         cancel.set()
 
-    with handling(asked, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    with signal_handler(asked, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         yield training

@@ -25,19 +25,19 @@ from paceline.cli.options import (
     next_line,
     notice,
     optimizer_option,
-    or_last,
+    or_newest_made,
     project_option,
     purpose_option,
     remember,
+    resolve_job_id,
+    resolve_training_id,
     settings_option,
     show,
     show_table,
     state_option,
-    whole_job_id,
-    whole_training_id,
 )
 from paceline.client import (
-    AWAY_S,
+    OUTAGE_S,
     POLL_S,
     CoordinatorClient,
     job_spec,
@@ -50,6 +50,7 @@ from paceline.jobs import compared, money, range_text
 from paceline.schemas import (
     JobLogShown,
     JobOutcome,
+    JobReport,
     JobShown,
     JobsShown,
     JobState,
@@ -121,14 +122,14 @@ def submit(
 
     Its gang gets all its nodes at once or waits; the nodes get the version first.
     """
-    snapshot, parameters = or_last(snapshot, "url", state), job_settings(overrides)
+    snapshot, parameters = or_newest_made(snapshot, "url", state), job_settings(overrides)
     if steps is not None:
         parameters["training.steps"] = steps
     fields = given | ({"team": team} if team else {})
     runtime = find_installation(state)
     client = CoordinatorClient.of(runtime)
-    continued = or_last(fields["continue_from"], "job_id", state)
-    fields["continue_from"] = whole_training_id(client, continued)
+    continued = or_newest_made(fields["continue_from"], "job_id", state)
+    fields["continue_from"] = resolve_training_id(client, continued)
     spec = job_spec(
         {
             "model_id": model_id,
@@ -211,7 +212,7 @@ def list_jobs(
 def show_job(job: str, state: Path | None, as_json: bool) -> int:
     """Show JOB: its state and why, progress, checkpoints, ranks, and what happened."""
     client = _client(state)
-    view = client.job(whole_job_id(client, job))
+    view = client.job(resolve_job_id(client, job))
     _print(view, as_json, *_lines(view))
     return 0
 
@@ -232,7 +233,7 @@ def logs(
     if follow and (attempt or tail):
         raise click.UsageError("--follow shows the whole log: leave out --attempt and --tail.")
     client = _client(state)
-    job_id = whole_job_id(client, job)
+    job_id = resolve_job_id(client, job)
     if follow:
         return _followed_by_program(client, job_id) if as_json else _followed(client, job_id)
     after = 0
@@ -253,7 +254,7 @@ def logs(
 def _changing(what: Any, text: str, *options: Callable[..., Any]) -> None:
     def change(job: str, state: Path | None, as_json: bool, budget: float | None = None) -> int:
         client = _client(state)
-        made = client.change_job(whole_job_id(client, job), what, budget=budget)
+        made = client.change_job(resolve_job_id(client, job), what, budget=budget)
         _print(made, as_json, f"{made.job.job_id}: {made.job.state}")
         return 0
 
@@ -282,7 +283,7 @@ def review(job: str, reject: bool, reason: str, state: Path | None, as_json: boo
     """Accept (or reject) JOB, which passed bad data over; needs a token of scope approve."""
     client = _client(state)
     made = client.review_job(
-        whole_job_id(client, job), ReviewJob(accepted=not reject, reason=reason)
+        resolve_job_id(client, job), ReviewJob(accepted=not reject, reason=reason)
     )
     _print(made, as_json, f"{made.job.job_id}: {made.job.state}")
     return 0
@@ -339,14 +340,14 @@ def _until_ended(
     """Return the job once it has ended; meanwhile pass on its log and changes of its state."""
     flow_run, attempt, after, said = None, 0, 0, None
     while True:
-        view = retry(lambda: client.job(job_id), AWAY_S, notice)
+        view = retry(lambda: client.job(job_id), OUTAGE_S, notice)
         job = view.job
         if (job.state, job.reason) != said:
             on_state(job)
         said = job.state, job.reason
         if job.flow_run_id and job.flow_run_id != flow_run:
             flow_run, attempt, after = job.flow_run_id, job.attempt, 0
-        found = retry(lambda: client.job_log(job_id, after, attempt=attempt), AWAY_S, notice)  # noqa: B023
+        found = retry(lambda: client.job_log(job_id, after, attempt=attempt), OUTAGE_S, notice)  # noqa: B023
         for each in found.lines:
             on_line(each)
         after = found.after
@@ -381,6 +382,40 @@ def _requested(spec: SubmitJob) -> list[str]:
     return lines
 
 
+def _report_lines(job: TrainingJob, report: JobReport) -> list[str]:
+    """Return what the job's flow reported last."""
+    rate = report.metrics.get("tokens_per_second")
+    speed = f", {rate:,.0f} tokens/s" if rate else ""
+    lines = [f"  progress    step {_progress(job) or report.step}{speed}"]
+    if report.read_bytes is not None:
+        kept = sum(each.bytes for each in report.checkpoints)
+        lines.append(
+            f"  store       {size(report.read_bytes)} read, "
+            f"{size(report.written_bytes or 0)} written, {size(kept)} kept as checkpoints"
+        )
+    if report.training_id:
+        lines.append(f"  training    {report.training_id}")
+    if report.report_digest:
+        bits = report.metrics.get("evaluation_bits_per_byte")
+        figure = "" if bits is None else f"{bits:.4f} bits per byte; "
+        by = f"paceline promote {job.spec.model_id} --report {report.training_id}"
+        lines.append(f"  judged      {figure}next: {by}")
+    lines += [
+        f"  checkpoint  step {each.step}, {moment(each.created_at)}, {each.object_ref}"
+        for each in report.checkpoints[-3:]
+    ]
+    lines += [
+        f"  rank {each.rank:<6} {each.host}, {each.state}, at {moment(each.last_heartbeat)}"
+        for each in report.workers
+    ]
+    lines += [
+        f"  early ends  {host}: {', '.join(f'{n} {kind}' for kind, n in sorted(kinds.items()))}"
+        for host, kinds in sorted(report.failures.items())
+    ]
+    lines += [f"  note        {each}" for each in report.notes[-5:]]
+    return lines
+
+
 def _lines(view: JobView) -> list[str]:
     job, report = view.job, view.job.report
 
@@ -409,35 +444,7 @@ def _lines(view: JobView) -> list[str]:
         where = "over the fleet" if level == "fleet" else f"in one {level}"
         lines.append(f"  nodes       {hosts}, {where}, score {job.placement.score:.2f}")
     if report is not None:
-        rate = report.metrics.get("tokens_per_second")
-        speed = f", {rate:,.0f} tokens/s" if rate else ""
-        lines.append(f"  progress    step {_progress(job) or report.step}{speed}")
-        if report.read_bytes is not None:
-            kept = sum(each.bytes for each in report.checkpoints)
-            lines.append(
-                f"  store       {size(report.read_bytes)} read, "
-                f"{size(report.written_bytes or 0)} written, {size(kept)} kept as checkpoints"
-            )
-        if report.training_id:
-            lines.append(f"  training    {report.training_id}")
-        if report.report_digest:
-            bits = report.metrics.get("evaluation_bits_per_byte")
-            figure = "" if bits is None else f"{bits:.4f} bits per byte; "
-            by = f"paceline promote {spec.model_id} --report {report.training_id}"
-            lines.append(f"  judged      {figure}next: {by}")
-        lines += [
-            f"  checkpoint  step {each.step}, {moment(each.created_at)}, {each.object_ref}"
-            for each in report.checkpoints[-3:]
-        ]
-        lines += [
-            f"  rank {each.rank:<6} {each.host}, {each.state}, at {moment(each.last_heartbeat)}"
-            for each in report.workers
-        ]
-        lines += [
-            f"  early ends  {host}: {', '.join(f'{n} {kind}' for kind, n in sorted(kinds.items()))}"
-            for host, kinds in sorted(report.failures.items())
-        ]
-        lines += [f"  note        {each}" for each in report.notes[-5:]]
+        lines += _report_lines(job, report)
     if view.same_submission:
         lines.append(f"  same as     {', '.join(view.same_submission)}: they share one training")
     lines += [f"  {name:<11} {url}" for name, url in view.pages.items()]

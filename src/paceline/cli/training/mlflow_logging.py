@@ -137,7 +137,7 @@ class TrainingLog:
                 record_job(self._registry, run, job)
                 self._catch_up(run)
             finally:
-                _hear_again()
+                _enable_loggers()
             self.run_id = run
 
     def _catch_up(self, run: str) -> None:
@@ -165,7 +165,7 @@ class TrainingLog:
         self._registry.finish_run(self.run_id, status)
 
 
-def _hear_again() -> None:
+def _enable_loggers() -> None:
     """Enable Paceline's loggers again, which MLflow's database migrations disable."""
     for name in list(logging.root.manager.loggerDict):
         if name.partition(".")[0] == "paceline":

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.options import every
+from paceline.cli.options import call_every
 from paceline.errors import Cancelled
 from paceline.system import usable_cores
 from paceline.text import OneLine
@@ -68,7 +68,7 @@ def preparing(output: Path) -> Iterator[None]:
         read = size(sum(each.stat().st_size for each in files))
         say(f"  still preparing: {read} of data, {duration(time.monotonic() - began)}")
 
-    with every(SILENCE_S, report):
+    with call_every(SILENCE_S, report):
         yield
 
 
@@ -106,7 +106,7 @@ class Lines:
 
     def watched(self) -> AbstractContextManager[None]:
         """Within the ``with``, report when no event arrives for long: after 10 s, 20, 40, …"""
-        return every(1.0, self.look)
+        return call_every(1.0, self.look)
 
     def look(self) -> None:
         """Report where no event arrived for long; called about once a second."""

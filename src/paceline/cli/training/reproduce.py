@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from paceline.cli.options import json_option, state_option, whole_run_id
+from paceline.cli.options import json_option, resolve_run_id, state_option
 from paceline.cli.training.output import JOB_FILE, METRICS_FILE, figures_in
 from paceline.config import Runtime, find_installation, load_runtime, require_here
 from paceline.errors import CorruptData, InvalidInput, NotFound, NotReady, NotReproducible
@@ -89,7 +89,7 @@ def _run_of(runtime: Runtime, given: str) -> str:
     """Return the run that ``given`` is or begins, or the first that recorded the result of the
     training ``given`` (job-…); raises NotFound where none did."""
     if not re.fullmatch(JOB_ID, given):
-        return whole_run_id(runtime, given)
+        return resolve_run_id(runtime, given)
     from paceline.registry import Registry
 
     done, _ = Registry.from_runtime(runtime).trainings()  # newest first

@@ -17,19 +17,19 @@ import click
 from paceline.cli.commands import Group, Sections
 from paceline.cli.options import (
     SNAPSHOT,
-    ends_in_order,
     gang_options,
     job_settings,
     json_option,
     next_line,
     notice,
-    or_last,
+    or_newest_made,
     print_table,
     purpose_option,
     settings_option,
     show,
     state_option,
     team_option,
+    terminated_by_signals,
 )
 from paceline.client import Client, runtime_of
 from paceline.config import Runtime, find_installation
@@ -130,7 +130,7 @@ def run(
 
     The same command again goes on: finished trials are kept, and running jobs are followed.
     """
-    given["snapshot_url"] = or_last(given["snapshot_url"], "url", state)
+    given["snapshot_url"] = or_newest_made(given["snapshot_url"], "url", state)
     settings = job_settings(overrides) | ({} if steps is None else {"training.steps": steps})
     made = Sweep.of({"space": read_space(space), "settings": settings, **given})
     with Client(state=state) as client:
@@ -156,7 +156,7 @@ def _run(
     logs = bool(not runtime.is_login and runtime.endpoints.mlflow_url) and (
         "flows" in installed_extras()
     )
-    with ends_in_order():
+    with terminated_by_signals():
         try:
             found = run_sweep(
                 made, client, storage, run_id=new_run_id() if logs else "",

@@ -53,7 +53,7 @@ class ActivationManager:
     def restore(self) -> None:
         """Resume the switches that an earlier coordinator left in progress."""
         for state in self._index:
-            switch = state.memo.switch
+            switch = state.persisted.switch
             if switch is None:
                 continue
             goals = self._goals(state)
@@ -73,7 +73,7 @@ class ActivationManager:
         self._require_complete(state)
         if self._under_way(state, SwitchKind.ACTIVATE):
             return []
-        if not (allow_older or state.memo.allow_older):
+        if not (allow_older or state.persisted.allow_older):
             self.require_not_older(
                 state.deployment.version, state.deployment.model_id, set(state.parts)
             )
@@ -84,7 +84,7 @@ class ActivationManager:
         not active, or too few of its workers have a previous version.
         """
         self._require_complete(state)
-        switch = state.memo.switch
+        switch = state.persisted.switch
         if self._under_way(state, SwitchKind.ROLLBACK) or (
             switch is not None
             and (switch.kind, switch.phase) == (SwitchKind.ROLLBACK, SwitchPhase.SWITCHED)
@@ -138,7 +138,7 @@ class ActivationManager:
             )
 
     def _under_way(self, state: DeploymentState, kind: SwitchKind) -> bool:
-        switch = state.memo.switch
+        switch = state.persisted.switch
         return switch is not None and switch.open and switch.kind is kind
 
     def _ask(
@@ -160,9 +160,9 @@ class ActivationManager:
 
     def _set(self, state: DeploymentState, switch: Switch) -> SaveDeployment:
         """Make ``switch`` the deployment's newest one; return the effect that stores it."""
-        state.memo = replace(state.memo, switch=switch)
+        state.persisted = replace(state.persisted, switch=switch)
         self._index.update_ticking(state)
-        return SaveDeployment(state.deployment, state.memo)
+        return SaveDeployment(state.deployment, state.persisted)
 
     def _begin(self, goals: SwitchTargets) -> None:
         for worker_id, goal in goals.items():
@@ -174,15 +174,15 @@ class ActivationManager:
 
     def advance(self, state: DeploymentState, at: float, now_s: float) -> list[Effect]:
         """Take the next step of the switch that ``state`` is in, if due; return the effects."""
-        switch = state.memo.switch
+        switch = state.persisted.switch
         if switch is None or not switch.open:
             return []
         goals, quorum = self._goals(state), self._quorum(state)
         waited_s = now_s - switch.since_s
         if switch.phase is SwitchPhase.PREPARING:
             ready = [each for each, goal in goals.items() if self._is_ready(each, goal)]
-            patient = waited_s < self._settings.prepare_s
-            if len(ready) >= quorum and not (patient and self._reports_missing(goals)):
+            is_within_deadline = waited_s < self._settings.prepare_s
+            if len(ready) >= quorum and not (is_within_deadline and self._reports_missing(goals)):
                 return self._decide(state, switch.kind, goals, at, now_s)
             if waited_s > self._settings.switch_s:
                 return self._refuse(state, self._why_not(state, goals, len(ready)), at, now_s)
@@ -208,15 +208,15 @@ class ActivationManager:
         """Renumber, so that the goals are the active versions, and command the switch."""
         effects: list[Effect] = []
         for other in self._overlapping(state):
-            if other.memo.switch is not None and self._phase(other) is SwitchPhase.SWITCHING:
-                ended = replace(other.memo.switch, phase=SwitchPhase.SUPERSEDED, since_s=now_s)
+            if other.persisted.switch is not None and self._phase(other) is SwitchPhase.SWITCHING:
+                ended = replace(other.persisted.switch, phase=SwitchPhase.SUPERSEDED, since_s=now_s)
                 effects.append(self._set(other, ended))
         number = 0
         if kind is SwitchKind.ACTIVATE:
-            number = 1 + max(each.memo.number for each in self._index)
+            number = 1 + max(each.persisted.number for each in self._index)
         switch = Switch(kind=kind, phase=SwitchPhase.SWITCHING, since_s=now_s)
         data = self._data(state, goals)
-        state.memo = replace(state.memo, number=number)
+        state.persisted = replace(state.persisted, number=number)
         effects.append(self._set(state, switch))
         for worker_id, goal in goals.items():
             goal.asking.discard(worker_id)
@@ -241,21 +241,21 @@ class ActivationManager:
     def _finish(
         self, state: DeploymentState, goals: SwitchTargets, done: list[str], at: float, now_s: float
     ) -> list[Effect]:
-        assert state.memo.switch is not None
-        kind = state.memo.switch.kind
+        assert state.persisted.switch is not None
+        kind = state.persisted.switch.kind
         missing = tuple(sorted(goals.keys() - set(done)))
         switch = Switch(kind=kind, phase=SwitchPhase.SWITCHED, since_s=now_s, missing=missing)
         data = self._data(state, goals)
         return [self._set(state, switch), self._event(state, SWITCH_EVENTS[kind], data, at)]
 
     def _refuse(self, state: DeploymentState, why: str, at: float, now_s: float) -> list[Effect]:
-        assert state.memo.switch is not None
+        assert state.persisted.switch is not None
         goals = self._goals(state)
         data = self._data(state, goals) | {"message": why}
         for worker_id, goal in goals.items():
             goal.asking.discard(worker_id)
         failure, phase = Failure(code="Conflict", message=why[:2000]), SwitchPhase.REFUSED
-        refused = replace(state.memo.switch, phase=phase, since_s=now_s, failure=failure)
+        refused = replace(state.persisted.switch, phase=phase, since_s=now_s, failure=failure)
         saved = self._set(state, refused)
         return [saved, self._event(state, EventName.DEPLOYMENT_SWITCH_REFUSED, data, at)]
 
@@ -263,7 +263,7 @@ class ActivationManager:
 
     def view(self, state: DeploymentState) -> SwitchView | None:
         """Return each worker's state in the newest switch of ``state``; None if there was none."""
-        switch = state.memo.switch
+        switch = state.persisted.switch
         if switch is None:
             return None
         goals = self._goals(state)
@@ -281,12 +281,12 @@ class ActivationManager:
         )
 
     def _worker(self, state: DeploymentState, goals: SwitchTargets, worker_id: str) -> WorkerSwitch:
-        assert state.memo.switch is not None
+        assert state.persisted.switch is not None
         goal = goals.get(worker_id)
         if goal is None:
             return WorkerSwitch(worker_id=worker_id, state="other")
         part = goal.parts[worker_id]
-        decided = state.memo.switch.phase in (SwitchPhase.SWITCHING, SwitchPhase.SWITCHED)
+        decided = state.persisted.switch.phase in (SwitchPhase.SWITCHING, SwitchPhase.SWITCHED)
         switched: Literal["waiting", "switched", "lost", "failed", "told", "ready"] = "waiting"
         if part.activated and decided:
             switched = "switched"
@@ -308,10 +308,10 @@ class ActivationManager:
 
     def _goals(self, state: DeploymentState) -> SwitchTargets:
         """Return what each worker switches to in the newest switch of ``state``."""
-        assert state.memo.switch is not None
-        if state.memo.switch.kind is SwitchKind.ROLLBACK:
+        assert state.persisted.switch is not None
+        if state.persisted.switch.kind is SwitchKind.ROLLBACK:
             return self._previous(state)
-        if state.memo.switch.phase in (SwitchPhase.PREPARING, SwitchPhase.REFUSED):
+        if state.persisted.switch.phase in (SwitchPhase.PREPARING, SwitchPhase.REFUSED):
             return dict.fromkeys(state.parts, state)
         active = self._index.active(state.deployment.model_id, state.parts.keys())
         return {each: goal for each, goal in active.items() if goal is state}
@@ -320,14 +320,14 @@ class ActivationManager:
         """Return what was active before ``state`` on each worker where it is active (or was, until
         its rollback).
         """
-        number, left = state.memo.number, set(state.parts)
+        number, left = state.persisted.number, set(state.parts)
         found: SwitchTargets = {}
         for other in self._index.history(state.deployment.model_id):
             if other is state:
                 continue
             here = left & other.holders()
             left -= here
-            if number and other.memo.number > number:
+            if number and other.persisted.number > number:
                 continue  # a newer version is active there
             found |= dict.fromkeys(sorted(here), other)
         return found
@@ -340,7 +340,7 @@ class ActivationManager:
                 yield other
 
     def _phase(self, state: DeploymentState) -> SwitchPhase | None:
-        return None if state.memo.switch is None else state.memo.switch.phase
+        return None if state.persisted.switch is None else state.persisted.switch.phase
 
     def _quorum(self, state: DeploymentState) -> int:
         return len(state.parts) - state.allowed_dead()

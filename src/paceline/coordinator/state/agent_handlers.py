@@ -104,7 +104,7 @@ class AgentHandlers:
             state = self._index.find(each.deployment_id)
             if state is not None and (part := state.parts.get(beat.worker_id)) is not None:
                 validate_heartbeat(state.deployment, state.parts, part, each)
-        worker = self._fleet.record_beat(beat, event.at, now_s)
+        worker = self._fleet.record_heartbeat(beat, event.at, now_s)
         if worker is None:
             self.beats_refused += 1
             return [self._register_first()]
@@ -123,7 +123,7 @@ class AgentHandlers:
                 self._fleet.suspect(key)
         return [*effects, self._answer(beat.worker_id, listed)]
 
-    def listen(self, event: AwaitCommands) -> list[Effect]:
+    def await_commands(self, event: AwaitCommands) -> list[Effect]:
         """Return the commands for a worker whose heartbeat was answered and that still waits."""
         if not self._fleet.is_known(event.worker_id, event.incarnation):
             return [self._register_first()]

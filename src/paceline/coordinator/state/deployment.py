@@ -62,31 +62,31 @@ class DeploymentState:
         self,
         deployment: Deployment,
         manifest: Manifest,
-        memo: PersistedState,
+        persisted: PersistedState,
         settings: CoordinatorSettings,
     ) -> None:
         self.deployment = deployment
         self.manifest = manifest
-        self.memo = memo
+        self.persisted = persisted
         self.settings = settings
         self.plan: Plan | None = None
         self.lanes: dict[str, WorkerLanes] = {}
-        self.order = memo.order
+        self.order = persisted.order
         self.parts = {worker_id: TargetProgress() for worker_id in deployment.target_workers}
-        for worker_id, failure in memo.failures.items():
+        for worker_id, failure in persisted.failures.items():
             self.parts[worker_id].failure = failure
             self.parts[worker_id].status = WorkerStatus.FAILED
-        for process, spent in memo.spent.items():
+        for process, spent in persisted.spent.items():
             if (part := self.parts.get(process.partition(" ")[0])) is not None:
                 part.spent_bytes += spent
                 part.processes.append(process)
-        self.origin_bytes = sum(memo.spent.values())  # by every incarnation of every worker
-        known = {worker_id: Standing(value) for worker_id, value in memo.demoted.items()}
+        self.origin_bytes = sum(persisted.spent.values())  # by every incarnation of every worker
+        known = {worker_id: Standing(value) for worker_id, value in persisted.demoted.items()}
         self.standings = PeerHealth(len(self.parts), settings, known)
         self.replan = False  # membership or a standing changed since the plan was made
         self.replanned_s: float | None = None
         self.fresh: set[str] = set()  # returned after the plan was made: it does not apply to them
-        self.memo_changed = False  # the memo changed since it was stored
+        self.persisted_changed = False  # the memo changed since it was stored
         self.short: set[str] = set()  # they need the origin, and their budget does not allow it
         self.out_of_budget_since_s: float | None = None
         self.origin_replans = 0  # plans made for that reason,
@@ -102,14 +102,14 @@ class DeploymentState:
 
     def tally(self, alive: Callable[[str], bool]) -> TargetGroups:
         if self._tally is None or self.final:
-            self._tally = group_targets(self.parts, self.memo.failures, alive)
+            self._tally = group_targets(self.parts, self.persisted.failures, alive)
             self.stage = None
         return self._tally
 
     def standing_of(self, worker_id: str) -> Standing:
         """Return how the planner may use a living target."""
         standing = self.standings.of(worker_id)
-        if standing is Standing.LINE and worker_id in self.memo.late:
+        if standing is Standing.LINE and worker_id in self.persisted.late:
             return Standing.TAIL
         return standing
 
@@ -121,7 +121,7 @@ class DeploymentState:
     @property
     def has_origin_budget(self) -> bool:
         """Return whether the origin budget applies; only a requested ``direct`` has none."""
-        return self.deployment.topology is not Topology.DIRECT or self.memo.auto
+        return self.deployment.topology is not Topology.DIRECT or self.persisted.auto
 
     @cached_property
     def manifest_bytes(self) -> bytes:
@@ -145,10 +145,12 @@ class DeploymentState:
         self._tally = None
         self.unconfirmed.discard(worker_id)
         # The last bytes it read may not be reported again, should this process end too: store them.
-        self.memo_changed = self.memo_changed or self.origin_bytes > self.deployment.origin_bytes
+        self.persisted_changed = (
+            self.persisted_changed or self.origin_bytes > self.deployment.origin_bytes
+        )
         if unreported := unreported_bytes(self.lanes.get(worker_id), part):
-            self.memo.unreported[part.process or f"{worker_id} unheard"] = unreported
-            self.memo_changed = True
+            self.persisted.unreported[part.process or f"{worker_id} unheard"] = unreported
+            self.persisted_changed = True
         if worker_id in self.lanes:
             self.replan = True
 
@@ -157,7 +159,9 @@ class DeploymentState:
         part = self.parts[worker_id]
         part.dead_since_s = None
         part.reset_for(incarnation)
-        self.memo_changed = self.memo.failures.pop(worker_id, None) is not None or self.memo_changed
+        self.persisted_changed = (
+            self.persisted.failures.pop(worker_id, None) is not None or self.persisted_changed
+        )
         self.replan = True
         self.fresh.add(worker_id)
         self.short.discard(worker_id)
@@ -202,7 +206,9 @@ class DeploymentState:
 
     def raise_budget(self, extra_bytes: int) -> None:
         """Raise the origin budget, and request a new plan that distributes it."""
-        self.memo = replace(self.memo, extra_bytes=self.memo.extra_bytes + extra_bytes)
+        self.persisted = replace(
+            self.persisted, extra_bytes=self.persisted.extra_bytes + extra_bytes
+        )
         self.replan, self.out_of_budget_since_s, self.origin_replans = True, None, 0
 
     def resume(
@@ -225,7 +231,7 @@ class DeploymentState:
         for worker_id, part in self.parts.items():
             if part.receipt is not None or not alive(worker_id):
                 continue
-            if worker_id in self.memo.failures:
+            if worker_id in self.persisted.failures:
                 continue
             self.unconfirmed.add(worker_id)
             elsewhere = planned.get(worker_id) not in (None, address(worker_id))
@@ -268,11 +274,11 @@ class DeploymentState:
         update: dict[str, object] = {"epoch": plan.epoch}
         # Lost workers keep their place in the line; the plan does not list them, so the memo does.
         order = () if next_order((), plan) == self.order else self.order
-        if order != self.memo.order:
-            self.memo = replace(self.memo, order=order)
-        if self.memo.planned_s is None:
+        if order != self.persisted.order:
+            self.persisted = replace(self.persisted, order=order)
+        if self.persisted.planned_s is None:
             auto = self.deployment.topology is Topology.AUTO
-            self.memo = replace(self.memo, planned_s=now_s, auto=auto)
+            self.persisted = replace(self.persisted, planned_s=now_s, auto=auto)
             update |= {
                 "topology": plan.topology,
                 "predicted_seconds": plan.predicted_seconds,
@@ -294,11 +300,14 @@ class DeploymentState:
             # lists would take gigabytes, and are not needed any more.
             self.standings.close()
             self.__dict__.pop("manifest_bytes", None)
-        memo = self.memo
-        if status is DeploymentStatus.COMPLETE and None not in (memo.done_s, memo.planned_s):
-            update["seconds"] = max(0.0, (memo.done_s or 0.0) - (memo.planned_s or 0.0))
+        persisted = self.persisted
+        if status is DeploymentStatus.COMPLETE and None not in (
+            persisted.done_s,
+            persisted.planned_s,
+        ):
+            update["seconds"] = max(0.0, (persisted.done_s or 0.0) - (persisted.planned_s or 0.0))
         self.deployment = self.shown().model_copy(update=update)
-        self.memo_changed = False
+        self.persisted_changed = False
 
     def holders(self) -> set[str]:
         """Return the targets that verified the whole model."""
@@ -389,18 +398,18 @@ class DeploymentState:
 
     def _spend(self, part: TargetProgress, process: str, spent: int) -> None:
         part.process = process
-        self.memo.unreported.pop(process, None)  # it is alive, and reports its bytes itself
-        more = spent - self.memo.spent.get(process, 0)
+        self.persisted.unreported.pop(process, None)  # it is alive, and reports its bytes itself
+        more = spent - self.persisted.spent.get(process, 0)
         if more <= 0:
             return
-        if process not in self.memo.spent:
+        if process not in self.persisted.spent:
             self._merge_oldest(part, process)
-        self.memo.spent[process] = spent
+        self.persisted.spent[process] = spent
         part.spent_bytes += more
         self.origin_bytes += more
         step = ORIGIN_STEP * self.deployment.total_bytes
-        self.memo_changed = (
-            self.memo_changed or self.origin_bytes - self.deployment.origin_bytes > step
+        self.persisted_changed = (
+            self.persisted_changed or self.origin_bytes - self.deployment.origin_bytes > step
         )
 
     def _merge_oldest(self, part: TargetProgress, process: str) -> None:
@@ -409,8 +418,8 @@ class DeploymentState:
         while len(part.processes) > MAX_PROCESSES:
             oldest = part.processes.pop(0)
             earlier = f"{oldest.partition(' ')[0]} earlier"
-            read = self.memo.spent.pop(oldest, 0)
-            self.memo.spent[earlier] = self.memo.spent.get(earlier, 0) + read
+            read = self.persisted.spent.pop(oldest, 0)
+            self.persisted.spent[earlier] = self.persisted.spent.get(earlier, 0) + read
 
     def _pass_on(
         self, part: TargetProgress, worker_id: str, beat: DeploymentBeat, at: float
@@ -446,13 +455,15 @@ class DeploymentState:
             return self._fail(part, worker_id, failure, at)
         part.receipt, part.failure, part.status = receipt, None, WorkerStatus.COMPLETE
         part.pieces_held, part.bytes_held = ours.total_pieces, ours.total_bytes
-        self.memo.failures.pop(worker_id, None)
+        self.persisted.failures.pop(worker_id, None)
         self.short.discard(worker_id)
         self._tally = None
         # The rename was before this heartbeat: the receipt has the seconds since its lanes.
         done_s = now_s if part.lanes_s is None else min(now_s, part.lanes_s + receipt.seconds)
-        self.memo = replace(self.memo, done_s=max(done_s, self.memo.done_s or done_s))
-        self.memo_changed = True
+        self.persisted = replace(
+            self.persisted, done_s=max(done_s, self.persisted.done_s or done_s)
+        )
+        self.persisted_changed = True
         completed = EmitEvent(
             EventName.WORKER_COMPLETED,
             at,
@@ -470,11 +481,11 @@ class DeploymentState:
         if failure.code == OUT_OF_BUDGET:
             self.short.add(worker_id)
             return []  # the deployment stalls; the worker continues when peers can feed it
-        self.memo.failures[worker_id] = failure
+        self.persisted.failures[worker_id] = failure
         self._tally = None
         if not changed:
             return []
-        self.memo_changed = self.replan = True  # the others must not wait for it
+        self.persisted_changed = self.replan = True  # the others must not wait for it
         identity = self.deployment.deployment_id
         data: dict[str, object] = {"code": failure.code, "message": failure.message}
         return [EmitEvent(EventName.WORKER_FAILED, at, identity, worker_id, data)]

@@ -62,7 +62,7 @@ class DeploymentIndex:
     def update_ticking(self, state: DeploymentState) -> None:
         """Update whether a tick may change the deployment."""
         identity = state.deployment.deployment_id
-        switch = state.memo.switch
+        switch = state.persisted.switch
         if not state.final or (switch is not None and switch.open):
             self.ticking.add(identity)
         else:
@@ -101,8 +101,8 @@ class DeploymentIndex:
 
     def history(self, model_id: str) -> list[DeploymentState]:
         """Return the model's activations that were not rolled back, newest first."""
-        found = [r for r in self if r.memo.number and r.deployment.model_id == model_id]
-        return sorted(found, key=lambda state: -state.memo.number)
+        found = [r for r in self if r.persisted.number and r.deployment.model_id == model_id]
+        return sorted(found, key=lambda state: -state.persisted.number)
 
     def active(self, model_id: str, workers: Collection[str]) -> dict[str, DeploymentState]:
         """Return the deployment that is active on each of ``workers``, where there is one."""
@@ -168,7 +168,9 @@ def prune(
         state
         for place, state in enumerate(old)
         if state.deployment.deployment_id not in needed
-        and (place < surplus or now_s - (state.memo.closed_s or now_s) > settings.kept_closed_s)
+        and (
+            place < surplus or now_s - (state.persisted.closed_s or now_s) > settings.kept_closed_s
+        )
     ]
     # A new leader has no stop confirmations, and announced only the newest cancelled ones.
     unstopped = {
@@ -233,7 +235,7 @@ def prune_workers(index: DeploymentIndex, fleet: Membership, at: float) -> list[
 def _needed(index: DeploymentIndex) -> set[str]:
     """Return the deployments that are active on some worker, or were just before the active one."""
     needed: set[str] = set()
-    for model_id in {state.deployment.model_id for state in index if state.memo.number}:
+    for model_id in {state.deployment.model_id for state in index if state.persisted.number}:
         once: set[str] = set()
         twice: set[str] = set()
         for state in index.history(model_id):

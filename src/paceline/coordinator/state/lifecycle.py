@@ -39,7 +39,7 @@ def derive_status(
     """Return the status that follows from the facts, with its reason where there is one."""
     stall = _stall(state, tally, now_s)
     deadline_s = state.settings.deadline_of(state.deployment.predicted_seconds)
-    if now_s - state.memo.created_s > deadline_s:
+    if now_s - state.persisted.created_s > deadline_s:
         waiting = _named([*tally.pending, *tally.dead, *tally.failed], ", ")
         message = f"not complete within {deadline_s:g} s; waiting for {waiting}"
         late = Failure(code="DeploymentFailed", message=message[:2000])
@@ -132,10 +132,10 @@ def _stage(state: DeploymentState, tally: TargetGroups) -> DeploymentStatus:
 
 
 def _stall(state: DeploymentState, tally: TargetGroups, now_s: float) -> Failure | None:
-    fuse = origin_cap_bytes(state.deployment.total_bytes) + state.memo.extra_bytes
+    cap_bytes = origin_cap_bytes(state.deployment.total_bytes) + state.persisted.extra_bytes
     read = state.origin_bytes
-    if state.has_origin_budget and read > fuse:
-        message = f"the origin budget is exceeded: {read} bytes read, {fuse} are allowed"
+    if state.has_origin_budget and read > cap_bytes:
+        message = f"the origin budget is exceeded: {read} bytes read, {cap_bytes} are allowed"
         return Failure(code=OUT_OF_BUDGET, message=message)
     since_s = state.out_of_budget_since_s
     stalls = since_s is not None and now_s - since_s > 2 * state.settings.lost_s
@@ -162,7 +162,7 @@ def _expired(state: DeploymentState, worker_id: str, now_s: float) -> bool:
 def _too_many(state: DeploymentState, dead: list[str], failed: list[str], allowed: int) -> Failure:
     reasons = [f"{worker_id} did not come back" for worker_id in dead]
     for worker_id in failed:
-        failure = state.memo.failures[worker_id]
+        failure = state.persisted.failures[worker_id]
         reasons.append(f"{worker_id} {failure.code}: {failure.message[:400]}")
     lost = f"{len(reasons)} of {len(state.parts)} workers lost, at most {allowed} may be: "
     return Failure(code="DeploymentFailed", message=(lost + _named(reasons, "; "))[:2000])
@@ -193,9 +193,9 @@ def advance(state: DeploymentState, fleet: Membership, at: float, now_s: float) 
         failure = Failure(code=error.code, message=error.one_line()[:2000])
     if (status, failure) != (state.deployment.status, state.deployment.failure):
         return [*effects, *change_status(state, status, failure, at)]
-    if effects or state.memo_changed:
-        state.deployment, state.memo_changed = state.shown(), False
-        effects.append(SaveDeployment(state.deployment, state.memo))
+    if effects or state.persisted_changed:
+        state.deployment, state.persisted_changed = state.shown(), False
+        effects.append(SaveDeployment(state.deployment, state.persisted))
     return effects
 
 
@@ -210,7 +210,7 @@ def change_status(
         data |= {"code": failure.code, "message": failure.message}
     name = EventName.DEPLOYMENT_STATUS_CHANGED
     events = EmitEvent(name, at, deployment.deployment_id, None, data)
-    return [SaveDeployment(deployment, state.memo), events]
+    return [SaveDeployment(deployment, state.persisted), events]
 
 
 def _judge(state: DeploymentState, at: float, now_s: float) -> list[EmitEvent]:
@@ -218,12 +218,12 @@ def _judge(state: DeploymentState, at: float, now_s: float) -> list[EmitEvent]:
     verdicts = state.standings.judge(now_s)
     if not verdicts:
         return []
-    state.memo_changed = True
+    state.persisted_changed = True
     # A worker cleared because its source was slow keeps its place; it returns to the line with
     # the next plan made for another reason.
     state.replan = state.replan or any(each.standing in STANDING_EVENTS for each in verdicts)
     demoted = {name: standing.value for name, standing in state.standings.demoted().items()}
-    state.memo = replace(state.memo, demoted=demoted)
+    state.persisted = replace(state.persisted, demoted=demoted)
     events = []
     for each in verdicts:
         if each.standing not in STANDING_EVENTS:
@@ -247,7 +247,7 @@ def _replan(
             return []  # losses come in bursts, and recovery does not wait for a plan
     plan, late = next_plan(state, tally, fleet)
     if late:
-        state.memo = replace(state.memo, late=state.memo.late | late)
+        state.persisted = replace(state.persisted, late=state.persisted.late | late)
     state.adopt(plan, now_s)
     name = EventName.DEPLOYMENT_PLANNED if first else EventName.DEPLOYMENT_REPLANNED
     changed = sum(each.epoch == plan.epoch for each in plan.workers)

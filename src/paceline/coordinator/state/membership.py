@@ -19,7 +19,7 @@ class Member:
     """One worker: its registration, its last heartbeat, and this process's own bookkeeping."""
 
     registered: Worker
-    heard_s: float
+    last_heartbeat_s: float
     beat_s: float  # the interval that it was given
     last_heartbeat_at: float
     available_storage: int
@@ -63,7 +63,7 @@ class Membership:
         self._settings = settings
         self._members: dict[str, Member] = {}
         self._living = 0  # alive
-        self._look_s = float("-inf")  # no worker can be lost before this time
+        self._next_scan_s = float("-inf")  # no worker can be lost before this time
 
     def restore(self, workers: Iterable[Worker], now_s: float) -> None:
         """Load the workers after a restart or a change of leaders.
@@ -71,12 +71,12 @@ class Membership:
         Each gets a fresh interval for its next heartbeat, plus the time to find the leader.
         """
         for worker in workers:
-            self._enter(worker, now_s + self._settings.find_leader_s)
+            self._add(worker, now_s + self._settings.find_leader_s)
 
     def workers(self) -> list[Worker]:
         return [member.record for member in self._members.values()]
 
-    def last_beats(self) -> dict[str, float]:
+    def last_heartbeats(self) -> dict[str, float]:
         """Return when each worker's last heartbeat came, in seconds since the Unix epoch."""
         return {worker_id: member.last_heartbeat_at for worker_id, member in self._members.items()}
 
@@ -129,7 +129,7 @@ class Membership:
         }
         labels = call.labels.model_copy(update=places)
         worker = Worker.model_validate(given | {"labels": labels, "last_heartbeat": at})
-        self._enter(worker, now_s)
+        self._add(worker, now_s)
         return worker
 
     def is_outdated(self, beat: Heartbeat) -> bool:
@@ -141,7 +141,7 @@ class Membership:
             and member.registered.incarnation == beat.incarnation
         )
 
-    def record_beat(self, beat: Heartbeat, at: float, now_s: float) -> Worker | None:
+    def record_heartbeat(self, beat: Heartbeat, at: float, now_s: float) -> Worker | None:
         """Record a heartbeat and return its sender's registration, or None where the worker must
         register (again) first.
         """
@@ -150,7 +150,11 @@ class Membership:
             return None
         if member.registered.incarnation != beat.incarnation:
             return None
-        member.heard_s, member.suspected, member.beat_s = now_s, False, self.beat_interval_s()
+        member.last_heartbeat_s, member.suspected, member.beat_s = (
+            now_s,
+            False,
+            self.beat_interval_s(),
+        )
         member.last_heartbeat_at, member.number = at, beat.number
         member.bandwidth_in, member.bandwidth_out = beat.bandwidth_in, beat.bandwidth_out
         member.available_storage = beat.available_storage or member.available_storage
@@ -160,16 +164,16 @@ class Membership:
         """Record a peer's report of a lost worker; its next heartbeat refutes the report."""
         member = self._members.get(worker_id)
         if member is not None and member.alive and not member.suspected:
-            member.suspected, self._look_s = True, float("-inf")
+            member.suspected, self._next_scan_s = True, float("-inf")
 
-    def forgive(self, gap_s: float, now_s: float) -> None:
+    def discount_gap(self, gap_s: float, now_s: float) -> None:
         """Discount a gap without heartbeat handling, e.g. while this process was frozen."""
         for member in self._members.values():
-            member.heard_s = min(now_s, member.heard_s + gap_s)
+            member.last_heartbeat_s = min(now_s, member.last_heartbeat_s + gap_s)
 
     def mark_lost(self, now_s: float) -> list[Worker]:
         """Mark the workers that were silent for too long as lost and return them."""
-        if now_s <= self._look_s:
+        if now_s <= self._next_scan_s:
             return []
         lost, next_s = [], float("inf")
         for member in self._members.values():
@@ -177,7 +181,7 @@ class Membership:
                 continue
             settings = self._settings
             beats = settings.suspect_beats if member.suspected else settings.lost_after_beats
-            until_s = member.heard_s + beats * member.beat_s
+            until_s = member.last_heartbeat_s + beats * member.beat_s
             if now_s > until_s:
                 member.alive, member.bandwidth_in, member.bandwidth_out = False, 0.0, 0.0
                 self._living -= 1
@@ -185,7 +189,7 @@ class Membership:
             else:
                 next_s = min(next_s, until_s)
         # A heartbeat only moves these times later; a suspicion makes the next call scan at once.
-        self._look_s = next_s
+        self._next_scan_s = next_s
         return lost
 
     def expired_workers(self, at: float) -> list[str]:
@@ -202,11 +206,11 @@ class Membership:
         assert not self._members[worker_id].alive
         del self._members[worker_id]
 
-    def _enter(self, worker: Worker, now_s: float) -> None:
+    def _add(self, worker: Worker, now_s: float) -> None:
         known = self._members.get(worker.worker_id)
         self._living += worker.alive - (known is not None and known.alive)
         self._members[worker.worker_id] = Member.of(worker, now_s, self.beat_interval_s())
-        self._look_s = float("-inf")
+        self._next_scan_s = float("-inf")
 
 
 def _refuse_stale(call: RegisterWorker, known: Worker) -> None:

@@ -196,7 +196,7 @@ Event = (
 @dataclass(frozen=True, slots=True)
 class SaveDeployment:
     deployment: Deployment
-    memo: PersistedState
+    persisted: PersistedState
     manifest: Manifest | None = None  # set once, when the deployment is created
 
 
@@ -270,7 +270,7 @@ class LoadedDeployment:
     """One deployment as loaded from the store."""
 
     deployment: Deployment
-    memo: PersistedState
+    persisted: PersistedState
     manifest: Manifest
     plan: Plan | None
     receipts: tuple[Receipt, ...]

@@ -44,13 +44,13 @@ def origin_spent_bytes(state: DeploymentState) -> int:
     """Return the most bytes read from the origin so far, unreported reads of living workers
     excepted: their budgets count from what they reported.
     """
-    return state.origin_bytes + sum(state.memo.unreported.values())
+    return state.origin_bytes + sum(state.persisted.unreported.values())
 
 
 def remaining_origin_bytes(state: DeploymentState) -> int:
     """Return how many bytes all workers together may still read from the origin."""
-    fuse = origin_cap_bytes(state.deployment.total_bytes) + state.memo.extra_bytes
-    return max(0, fuse - origin_spent_bytes(state))
+    cap_bytes = origin_cap_bytes(state.deployment.total_bytes) + state.persisted.extra_bytes
+    return max(0, cap_bytes - origin_spent_bytes(state))
 
 
 def fit_origin_budget(
@@ -122,7 +122,7 @@ def _granted(
     if share == lanes.origin_budget_bytes and not seeds and worker_id not in state.lanes:
         return lanes  # its first lanes: it has read nothing
     worker = fleet.find(worker_id)
-    counted = 0 if worker is None else state.memo.spent.get(process_key(worker), 0)
+    counted = 0 if worker is None else state.persisted.spent.get(process_key(worker), 0)
     update = {"origin_budget_bytes": share, "origin_counted_bytes": counted}
     if seeds:
         update["origin_tell_bytes"] = origin_report_bytes(state.deployment.total_bytes)
@@ -215,12 +215,12 @@ def next_plan(
     their places. A worker whose lanes are unchanged keeps them with epoch and budget: it need not
     be notified, and at 10,000 workers not all can be notified of each loss.
     """
-    late = _latecomers(state, tally)
+    late = _late_joiners(state, tally)
     living = set(tally.living)
     placed = set(state.order)
-    everybody = [*state.order, *(each for each in state.parts if each not in placed)]
+    all_workers = [*state.order, *(each for each in state.parts if each not in placed)]
     workers = []
-    for worker_id in everybody:
+    for worker_id in all_workers:
         record, part = fleet.find(worker_id), state.parts[worker_id]
         if record is None:
             continue  # it never registered: its address is unknown
@@ -247,10 +247,10 @@ def next_plan(
         manifest=state.manifest,
         workers=workers,
         source_url=deployment.source_url,
-        seed=state.memo.seed,
+        seed=state.persisted.seed,
         external_mbit=state.settings.external_mbit,
         oversubscription=state.settings.oversubscription,
-        origin_spent_bytes=origin_spent_bytes(state) - state.memo.extra_bytes,
+        origin_spent_bytes=origin_spent_bytes(state) - state.persisted.extra_bytes,
         order=state.order,
     )
     places = {
@@ -267,7 +267,7 @@ def next_plan(
     return plan.model_copy(update={"workers": parts}), late
 
 
-def _latecomers(state: DeploymentState, tally: TargetGroups) -> dict[str, int]:
+def _late_joiners(state: DeploymentState, tally: TargetGroups) -> dict[str, int]:
     """Return the workers that returned with a gap: workers behind them would wait for it."""
     back = [each for each in tally.pending if each in state.fresh or each not in state.lanes]
     others = [state.parts[each].pieces_known for each in tally.living if each not in state.fresh]

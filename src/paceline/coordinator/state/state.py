@@ -133,7 +133,7 @@ class CoordinatorState:
             case HeartbeatReceived():
                 return self.agents.beat(event, now_s)
             case AwaitCommands():
-                return self.agents.listen(event)
+                return self.agents.await_commands(event)
             case Tick():
                 return self._tick(event, now_s)
             case Register():
@@ -167,11 +167,11 @@ class CoordinatorState:
         state = self._index.find(effect.deployment.deployment_id)
         if state is None:
             return effect
-        closed_s = state.memo.closed_s
+        closed_s = state.persisted.closed_s
         if state.final and closed_s is None:
             closed_s = now_s
-        state.memo = replace(state.memo, kept_s=now_s, closed_s=closed_s)
-        return replace(effect, memo=state.memo)
+        state.persisted = replace(state.persisted, kept_s=now_s, closed_s=closed_s)
+        return replace(effect, persisted=state.persisted)
 
     # --- reading ---------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ class CoordinatorState:
     def view(self, deployment_id: str) -> DeploymentView:
         state = self.deployment_state(deployment_id)
         return deployment_view(
-            state, group_targets(state.parts, state.memo.failures, self.fleet.alive)
+            state, group_targets(state.parts, state.persisted.failures, self.fleet.alive)
         )
 
     def progress(self, deployment_id: str) -> list[WorkerProgress]:
@@ -260,8 +260,8 @@ class CoordinatorState:
             targets = set(call.target_workers)
             self._activations.require_not_older(call.version, call.model_id, targets)
         deployment = new_deployment(event, self.fleet, self.settings)
-        memo = PersistedState(created_s=now_s, seed=call.seed, allow_older=call.allow_older)
-        state = DeploymentState(deployment, manifest, memo, self.settings)
+        persisted = PersistedState(created_s=now_s, seed=call.seed, allow_older=call.allow_older)
+        state = DeploymentState(deployment, manifest, persisted, self.settings)
         size = kept_bytes([*self._index, state])
         if size > self.settings.kept_bytes_at_most:
             raise ServiceUnavailable(
@@ -271,7 +271,7 @@ class CoordinatorState:
                 do="Call again once some have ended, or name fewer workers or pieces.",
             )
         self._follow(state, now_s, announced=True)
-        effects: list[Effect] = [SaveDeployment(deployment, state.memo, manifest)]
+        effects: list[Effect] = [SaveDeployment(deployment, state.persisted, manifest)]
         effects += self._saved_key(event)
         data: dict[str, object] = {
             "model_id": call.model_id,
@@ -310,19 +310,19 @@ class CoordinatorState:
             raise Conflict(
                 "this deployment has no origin budget to raise",
                 got=(state.deployment.status if state.final else state.deployment.topology).value,
-                wanted="one that is under way and under the fuse",
+                wanted="one that is under way and within the origin budget",
                 where=event.deployment_id,
                 do="Begin another deployment: what is on the disks already is not read again.",
             )
         state.raise_budget(event.extra_bytes)
         data: dict[str, object] = {
             "extra_bytes": event.extra_bytes,
-            "extra_bytes_in_all": state.memo.extra_bytes,
+            "extra_bytes_in_all": state.persisted.extra_bytes,
             "origin_bytes": state.origin_bytes,
         }
         name = EventName.BUDGET_RAISED
         return [
-            SaveDeployment(state.shown(), state.memo),
+            SaveDeployment(state.shown(), state.persisted),
             EmitEvent(name, event.at, event.deployment_id, None, data),
             *self._saved_key(event),
             Answer(Success()),
@@ -341,7 +341,7 @@ class CoordinatorState:
         driver = event.flow_run_id
         if driver is not None and driver != state.deployment.flow_run_id:
             state.deployment = state.shown().model_copy(update={"flow_run_id": driver})
-            effects.append(SaveDeployment(state.deployment, state.memo))
+            effects.append(SaveDeployment(state.deployment, state.persisted))
         emitted = EmitEvent(event.name, event.at, event.deployment_id, None, dict(event.data))
         return [*effects, emitted, Answer(Success())]
 
@@ -352,7 +352,7 @@ class CoordinatorState:
         self._last_s = now_s
         if gap_s > self.settings.lost_after_beats * self.fleet.beat_interval_s() / 2:
             # No heartbeats were handled meanwhile (frozen, suspended): silence proves no loss.
-            self.fleet.forgive(gap_s, now_s)
+            self.fleet.discount_gap(gap_s, now_s)
         effects: list[Effect] = []
         for worker in self.fleet.mark_lost(now_s):
             effects.append(Save(worker))
@@ -388,7 +388,7 @@ class CoordinatorState:
 
 def _restored(kept: LoadedDeployment, settings: CoordinatorSettings) -> DeploymentState:
     deployment = kept.deployment
-    state = DeploymentState(deployment, kept.manifest, kept.memo, settings)
+    state = DeploymentState(deployment, kept.manifest, kept.persisted, settings)
     if kept.plan is not None:
         state.follow(kept.plan)
     for receipt in kept.receipts:

@@ -154,12 +154,12 @@ class KeyLayout:
         """
         for effect in effects:
             match effect:
-                case SaveDeployment(deployment, memo, manifest):
+                case SaveDeployment(deployment, persisted, manifest):
                     where = ("state", "deployments", deployment.deployment_id)
                     stored = {
                         "record": deployment.model_dump(mode="json"),
                         "boot_id": boot,
-                        "memo": memo.to_json(),
+                        "memo": persisted.to_json(),
                     }
                     yield self._put(json.dumps(stored), *where, "record")
                     if manifest is not None:
@@ -226,12 +226,12 @@ class KeyLayout:
         deployments = []
         for deployment_id in sorted(made, key=made.__getitem__):
             fields = parsed(found[deployment_id, "record"], json.loads)
-            memo = PersistedState.from_json(fields["memo"])
+            persisted = PersistedState.from_json(fields["memo"])
             plan = plans.get(deployment_id)
             deployments.append(
                 LoadedDeployment(
                     deployment=Deployment.model_validate(fields["record"]),
-                    memo=memo if fields["boot_id"] == boot else memo.rebased(now_s),
+                    persisted=persisted if fields["boot_id"] == boot else persisted.rebased(now_s),
                     manifest=parsed(found[deployment_id, "manifest"], parse_manifest),
                     plan=parsed(plan, Plan.model_validate_json) if plan else None,
                     receipts=tuple(receipts[deployment_id]),

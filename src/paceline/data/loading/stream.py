@@ -95,6 +95,25 @@ def open_stream(
     )
 
 
+def _plan_of(
+    settings: DataSettings,
+    shards: Sequence[Shard],
+    reader: ShardReader,
+    context: int,
+    global_batch: int,
+    seed: int,
+    width: int,
+) -> Plan:
+    """Return the plan of ``settings.batching`` with ``width`` columns."""
+    sizes = [each.stream_bytes for each in shards]
+    if settings.batching == "windows":
+        return WindowPlan(sizes, context, global_batch, seed, columns=width)
+    kinds = {"packed": PackedPlan, "bucketed": BucketedPlan, "carried": StatefulPlan}
+    kind: type[DocumentPlan] = kinds[settings.batching]
+    counts = [each.samples for each in shards]
+    return kind(sizes, reader.lengths, context, global_batch, seed, columns=width, documents=counts)
+
+
 class PlannedStream:
     """The batches of a Plan, made ahead on a thread; tokens are read through a cache of shards.
 
@@ -136,23 +155,8 @@ class PlannedStream:
         self._reader = ShardReader(
             shards, cache, threads=threads, max_bad_share=settings.max_bad_share
         )
-        sizes = [each.stream_bytes for each in shards]
         width = columns_by(settings, shards, context, global_batch, readers)
-        if settings.batching == "windows":
-            plan: Plan = WindowPlan(sizes, context, global_batch, seed, columns=width)
-        else:
-            counts = [each.samples for each in shards]
-            kinds = {"packed": PackedPlan, "bucketed": BucketedPlan, "carried": StatefulPlan}
-            kind: type[DocumentPlan] = kinds[settings.batching]
-            plan = kind(
-                sizes,
-                self._reader.lengths,
-                context,
-                global_batch,
-                seed,
-                columns=width,
-                documents=counts,
-            )
+        plan = _plan_of(settings, shards, self._reader, context, global_batch, seed, width)
         self.plan = plan
         self.shards = shards
         self.context = context

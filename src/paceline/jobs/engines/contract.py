@@ -43,13 +43,13 @@ class Request:
 class Standing:
     """Where a job stands with its engine.
 
-    waiting: its gang has no nodes yet. granted: ``placement`` is its own, until it is ``taken``
-    back: the job saves, leaves and waits again. failed: no further attempt would get nodes.
+    waiting: its gang has no nodes yet. granted: ``placement`` is its own, until it is ``revoked``:
+    the job saves, leaves and waits again. failed: no further attempt would get nodes.
     cancelled: a person ended it there. ``avoid``: its nodes, of a kind of accelerator that the job
     cannot go on with, are given back, and others are requested.
     """
 
-    phase: Literal["waiting", "granted", "taken", "failed", "cancelled"]
+    phase: Literal["waiting", "granted", "revoked", "failed", "cancelled"]
     reason: str = ""
     placement: Placement | None = None
     allocation: JobAllocation | None = None

@@ -99,7 +99,7 @@ class KubernetesEngine(ForeignEngine):
                 found[job_id] = held_standing(pods, held[job_id].hosts)
             else:
                 found[job_id] = Standing(phase="waiting")
-        gone = Standing(phase="taken", reason="its pods are gone")
+        gone = Standing(phase="revoked", reason="its pods are gone")
         return dict.fromkeys(held.keys() - self._pods.keys(), gone) | found
 
     def cancel(self, job_id: str) -> None:
@@ -213,7 +213,7 @@ def held_standing(pods: Pods, hosts: Mapping[str, int]) -> Standing:
     """Return where a job stands that was granted ``hosts``."""
     running = {each["spec"].get("nodeName") for each in pods if _phase(each) == "Running"}
     if is_over(pods) or not hosts.keys() <= running:
-        return Standing(phase="taken", reason=f"pod group {_group(pods)} was evicted")
+        return Standing(phase="revoked", reason=f"pod group {_group(pods)} was evicted")
     allocation = JobAllocation(engine="kubernetes", id=_group(pods), state="Running")
     return Standing(phase="granted", allocation=allocation)
 

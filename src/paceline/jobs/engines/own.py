@@ -1,4 +1,5 @@
-"""Our own admission as an engine: for the nodes that an installation has already."""
+"""The engine of an installation without Slurm or Kubernetes: ``jobs.admission`` as an
+``Engine``."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class OwnAdmission:
         return why_never(hosts, request.gang, self._quotas)
 
     def submit(self, request: Request) -> None:
-        """Do nothing: the queue of a round is what waits then."""
+        """Do nothing: ``status`` gets the waiting requests of each round."""
 
     def status(
         self,
@@ -48,7 +49,7 @@ class OwnAdmission:
             for job_id, placed in made.admitted.items()
         }
         taken = {
-            job_id: Standing(phase="taken", reason=why) for job_id, why in made.preempted.items()
+            job_id: Standing(phase="revoked", reason=why) for job_id, why in made.preempted.items()
         }
         return granted | taken
 

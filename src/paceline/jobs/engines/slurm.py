@@ -245,7 +245,7 @@ def standing(
 def held_standing(job: SlurmJob | None, hosts: Mapping[str, int]) -> Standing:
     """Return where a job stands that was granted ``hosts``."""
     if job is None:
-        return Standing(phase="taken", reason="Slurm no longer has its job")
+        return Standing(phase="revoked", reason="Slurm no longer has its job")
     allocation = _allocation(job)
     if job.state == "CANCELLED":
         return Standing(phase="cancelled", reason=text_of(job), allocation=allocation)
@@ -253,7 +253,7 @@ def held_standing(job: SlurmJob | None, hosts: Mapping[str, int]) -> Standing:
     if job.state == "COMPLETING" or (job.state == "RUNNING" and hosts.keys() <= {*job.nodes}):
         return Standing(phase="granted", allocation=allocation)
     why = f"Slurm has taken its nodes back: {text_of(job)}"
-    return Standing(phase="taken", reason=why, allocation=allocation)
+    return Standing(phase="revoked", reason=why, allocation=allocation)
 
 
 def text_of(job: SlurmJob) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from paceline.client import AWAY_S, Client, retry, runtime_of
+from paceline.client import OUTAGE_S, Client, retry, runtime_of
 from paceline.errors import Cancelled, Conflict, InvalidProfile, NotFound, PacelineError
 from paceline.extras import require_extras
 from paceline.jobs.cost import money
@@ -145,7 +145,7 @@ class _Loop:
         title = self._title(trial)
         project = self._sweep.project or f"sweep-{self._sweep.name}"
         asked = partial(self._client.coordinator.jobs, name=title, project=project)
-        for job in retry(asked, AWAY_S, self._on_line).jobs:
+        for job in retry(asked, OUTAGE_S, self._on_line).jobs:
             if job.spec.name == title and job.spec.sweep == self._run_id:
                 trial.set_user_attr("job_id", job.job_id)
                 return True
@@ -175,7 +175,7 @@ class _Loop:
                 total += self._spent.get(job_id or "", 0.0)
                 continue
             try:
-                view = retry(partial(self._client.job_view, job_id), AWAY_S, self._on_line)
+                view = retry(partial(self._client.job_view, job_id), OUTAGE_S, self._on_line)
             except NotFound:  # a job that ended long ago is deleted
                 continue
             if view.spent is None and view.job.usage:
@@ -203,7 +203,7 @@ class _Loop:
                 evaluate_on="",  # the sweep compares them itself
             )  # fmt: skip
             try:
-                job_id = retry(submit, AWAY_S, self._on_line).job_id
+                job_id = retry(submit, OUTAGE_S, self._on_line).job_id
             except InvalidProfile as error:  # these settings do not go together
                 self._end(trial, "FAIL", reason=error.one_line())
                 return
@@ -218,7 +218,7 @@ class _Loop:
     def _has_ended(self, trial: Trial) -> bool:
         """Look at the trial's job; report, prune, or tell the study how it ended."""
         known, metric = trial.user_attrs, self._sweep.metric
-        job = retry(partial(self._client.job, known["job_id"]), AWAY_S, self._on_line)
+        job = retry(partial(self._client.job, known["job_id"]), OUTAGE_S, self._on_line)
         step, steps = (job.report.step, job.report.steps) if job.report else (0, 0)
         value = job.report.metrics.get(metric, math.nan) if job.report else math.nan
         # After a fault the job makes earlier points again: those are not new.

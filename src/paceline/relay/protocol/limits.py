@@ -18,7 +18,7 @@ class SessionLimits:
 
     window_bytes: int = 32 * MIB  # in flight per source, at most
     window_pieces: int = 256
-    away_pieces: int = 256  # in flight from a spare, at most; failback probes start beyond them
+    on_spare_pieces: int = 256  # in flight from a spare, at most; failback probes start beyond them
     window_s: float = 1.0  # a window holds at most what arrives in this time at the planned rate
     origin_window_s: float = 4.0  # the same for the origin, which is read in long ranges
     least_window_pieces: int = 4  # the smallest window, so that the pipe never runs empty

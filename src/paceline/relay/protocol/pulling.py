@@ -55,23 +55,23 @@ class Puller:
         """Switch to ``lanes``; streams whose source stays are kept with their requests.
         ``read`` is the number of bytes read from the origin so far.
         """
-        works, state = PullTasks.of(lanes, self._pieces), self.state
-        planned = {work.candidates[0].key: work.candidates[0] for work in works}
-        for key, feed in list(state.feeds.items()):
-            if planned.get(key) != feed.source:
-                self._forget(feed, actions)
-        self._deadlines.is_first_plan = not state.works
+        tasks, state = PullTasks.of(lanes, self._pieces), self.state
+        planned = {task.candidates[0].key: task.candidates[0] for task in tasks}
+        for key, stream in list(state.open_streams.items()):
+            if planned.get(key) != stream.source:
+                self._close_stream(stream, actions)
+        self._deadlines.is_first_plan = not state.tasks
         self._deadlines.piece_deadline_s = lanes.piece_deadline_s
-        self.side_requests.begin()
-        state.follow(works, now_s)
-        for work in works:
-            self._size_window(work)
+        self.side_requests.reset()
+        state.set_tasks(tasks, now_s)
+        for task in tasks:
+            self._size_window(task)
         # The budget accounts for the origin bytes reported before the plan was made. Bytes read
         # since then and bytes in flight count as spent.
         counted = lanes.origin_counted_bytes
         unreported = 0 if counted is None else max(0, read - counted)
-        spent = state.origin_flying_bytes + unreported
-        self.choice.begin(OriginBudget(lanes.origin_budget_bytes, spent))
+        spent = state.origin_in_flight_bytes + unreported
+        self.choice.reset(OriginBudget(lanes.origin_budget_bytes, spent))
         if self.choice.unconfirmed:
             self.sleep(unconfirmed=True)  # these lanes may have been sent during a suspension
         self.lost.clear()
@@ -83,50 +83,50 @@ class Puller:
         instead, and the origin budget is one for the fleet (I6). Requests in flight continue.
         """
         self.choice.unconfirmed = unconfirmed
-        for work in self.state.works if unconfirmed else ():
-            feed = self.state.feed_of(work)
-            if feed is not None and feed.source.kind == "origin":
-                work.active = None
+        for task in self.state.tasks if unconfirmed else ():
+            stream = self.state.stream_of(task)
+            if stream is not None and stream.source.kind == "origin":
+                task.active = None
 
     def is_first_choice(self, key: str) -> bool:
         """Return whether it is the planned source of pieces that are still missing."""
-        return any(work.missing and work.is_first_choice(key) for work in self.state.works)
+        return any(task.missing and task.is_first_choice(key) for task in self.state.tasks)
 
     # ── arrivals ─────────────────────────────────────────────────────────────────────────────────
 
-    def arrived(self, key: str, stream: int, extent: Extent, now_s: float) -> int:
+    def arrived(self, key: str, stream_id: int, extent: Extent, now_s: float) -> int:
         """Record verified pieces from any stream, open or not; return how many are new."""
-        feed = self.state.feed(key, stream)
-        new = self.state.hold(extent, now_s, feed)
+        stream = self.state.find_stream(key, stream_id)
+        new = self.state.record_verified(extent, now_s, stream)
         self.choice.stalled = None
-        if feed is not None:
-            feed.heard_s = feed.moved_s = now_s
-            feed.judge(extent.size, 0)
-            feed.good += extent.size
+        if stream is not None:
+            stream.last_signal_s = stream.last_bytes_s = now_s
+            stream.record_run(extent.size, 0)
+            stream.verified_pieces += extent.size
             self.choice.delivered(key, extent.size)
         self.side_requests.check_probes(extent, now_s)
         return new
 
     def rejected(
-        self, key: str, stream: int, extent: Extent, now_s: float
+        self, key: str, stream_id: int, extent: Extent, now_s: float
     ) -> tuple[SourceStream | None, bool]:
         """Record corrupt pieces; return their stream if it is open, and whether its share of
         corrupt pieces is so high that it should be abandoned.
 
         Pieces that are neither verified nor in flight from elsewhere become a repair.
         """
-        feed = self.state.feed(key, stream)
-        if feed is None:
+        stream = self.state.find_stream(key, stream_id)
+        if stream is None:
             return None, False  # its pieces were requested from another source already
-        feed.heard_s = feed.moved_s = now_s
-        self.side_requests.rejected(feed, extent, now_s)
-        return feed, feed.is_bad(self._limits)
+        stream.last_signal_s = stream.last_bytes_s = now_s
+        self.side_requests.rejected(stream, extent, now_s)
+        return stream, stream.is_bad(self._limits)
 
     # ── leaving sources ──────────────────────────────────────────────────────────────────────────
 
     def lose(
         self,
-        feed: SourceStream,
+        stream: SourceStream,
         error: PacelineError,
         now_s: float,
         actions: list[SessionAction],
@@ -134,16 +134,16 @@ class Puller:
         for_good: bool = False,
     ) -> None:
         """Abandon a stream, back off from its source, and mark its pieces in flight as wanted."""
-        key, idle = feed.source.key, not feed.waiting
+        key, idle = stream.source.key, not stream.waiting
         self.side_requests.end_probes(key, now_s)
-        self._forget(feed, actions)
+        self._close_stream(stream, actions)
         if idle:
             return  # nothing was requested from it: no loss
         self.choice.failed(key, now_s, for_good=for_good)
         self._report_lost(key, error, actions)
 
-    def broke(
-        self, feed: SourceStream, error: PacelineError, now_s: float, actions: list[SessionAction]
+    def stream_ended(
+        self, stream: SourceStream, error: PacelineError, now_s: float, actions: list[SessionAction]
     ) -> None:
         """Handle a stream that ended by itself.
 
@@ -151,14 +151,14 @@ class Puller:
         ends are alive, and switching to a spare would put a second reader on another worker's link
         for good. A crashed worker refuses within a round trip, and then counts as lost.
         """
-        temporary = isinstance(error, TemporaryError) and feed.source.kind == "worker"
-        if temporary and feed.good > 0:
-            self.side_requests.end_probes(feed.source.key, now_s)
-            self._forget(feed, actions)
-            self.choice.broken.add(feed.source.key)
+        temporary = isinstance(error, TemporaryError) and stream.source.kind == "worker"
+        if temporary and stream.verified_pieces > 0:
+            self.side_requests.end_probes(stream.source.key, now_s)
+            self._close_stream(stream, actions)
+            self.choice.broken.add(stream.source.key)
             self.last_error = error
         else:
-            self.lose(feed, error, now_s, actions)
+            self.lose(stream, error, now_s, actions)
 
     def _report_lost(self, key: str, error: PacelineError, actions: list[SessionAction]) -> None:
         self.last_error = error
@@ -166,69 +166,71 @@ class Puller:
         actions.append(ReportSourceLost(key, error.one_line()))
 
     def close_all(self, actions: list[SessionAction]) -> None:
-        for feed in list(self.state.feeds.values()):
-            self._forget(feed, actions)
+        for stream in list(self.state.open_streams.values()):
+            self._close_stream(stream, actions)
 
-    def _forget(self, feed: SourceStream, actions: list[SessionAction]) -> None:
+    def _close_stream(self, stream: SourceStream, actions: list[SessionAction]) -> None:
         """Close a stream; its pieces in flight are wanted again."""
-        self.state.close(feed)
-        actions.append(Abandon(feed.source.key, feed.stream))
+        self.state.close(stream)
+        actions.append(Abandon(stream.source.key, stream.stream_id))
 
-    def _leave(self, work: PullTask, key: str, error: PacelineError, now_s: float) -> bool:
-        """Detach ``work`` from a source that is alive but has nothing for it; return whether it is
+    def _leave(self, task: PullTask, key: str, error: PacelineError, now_s: float) -> bool:
+        """Detach ``task`` from a source that is alive but has nothing for it; return whether it is
         the planned source. Other pull tasks may continue to use it.
         """
-        self.choice.task_stalled(key, work, now_s)
-        self.state.leave(work, key)
+        self.choice.task_stalled(key, task, now_s)
+        self.state.leave_source(task, key)
         self.last_error = error
-        return work.is_first_choice(key)
+        return task.is_first_choice(key)
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────
 
     def deadlines(self) -> Iterator[float]:
         """Yield the times at which ``check_deadlines`` or ``pump`` may have to act."""
-        for feed in self.state.feeds.values():
-            if feed.waiting:
-                yield self._deadlines.silent_at_s(feed)
-        for work in self.state.works:
-            if work.active is not None:
-                if work.asked_pieces:
-                    yield self._deadlines.stalls_at_s(work, self.state.feed_of(work))
-            elif work.wanting:
-                yield from self.choice.retries(work)
+        for stream in self.state.open_streams.values():
+            if stream.waiting:
+                yield self._deadlines.silent_at_s(stream)
+        for task in self.state.tasks:
+            if task.active is not None:
+                if task.requested_pieces:
+                    yield self._deadlines.stalls_at_s(task, self.state.stream_of(task))
+            elif task.unrequested:
+                yield from self.choice.retries(task)
         yield from self.side_requests.deadlines()
 
     def check_deadlines(self, now_s: float, actions: list[SessionAction]) -> None:
         """Abandon silent sources, stalled pull tasks' sources and unanswered side requests."""
         self.checked_s = now_s
-        for feed in list(self.state.feeds.values()):
-            if feed.waiting and now_s >= self._deadlines.silent_at_s(feed):
-                silence_s = self._deadlines.silence_s(feed.source)
+        for stream in list(self.state.open_streams.values()):
+            if stream.waiting and now_s >= self._deadlines.silent_at_s(stream):
+                silence_s = self._deadlines.silence_s(stream.source)
                 error = PeerLost(
                     "source went silent",
-                    got=f"{now_s - feed.heard_s:.2f} s",
+                    got=f"{now_s - stream.last_signal_s:.2f} s",
                     wanted=f"a sign of life within {silence_s:.2f} s",
-                    where=feed.source.key,
+                    where=stream.source.key,
                 )
-                self.lose(feed, error, now_s, actions)
-        for work in self.state.works:
-            self._check_progress(work, now_s, actions)
+                self.lose(stream, error, now_s, actions)
+        for task in self.state.tasks:
+            self._check_progress(task, now_s, actions)
         self.side_requests.check_deadlines(now_s)
 
-    def _check_progress(self, work: PullTask, now_s: float, actions: list[SessionAction]) -> None:
-        key, feed = work.active, self.state.feed_of(work)
-        if key is None or not work.asked_pieces:
+    def _check_progress(self, task: PullTask, now_s: float, actions: list[SessionAction]) -> None:
+        key, stream = task.active, self.state.stream_of(task)
+        if key is None or not task.requested_pieces:
             return
-        if now_s < self._deadlines.stalls_at_s(work, feed):
+        if now_s < self._deadlines.stalls_at_s(task, stream):
             return
         error = PeerLost(
             "source lives but makes no progress",
-            got=f"{now_s - work.progress_s:.2f} s",
+            got=f"{now_s - task.progress_s:.2f} s",
             wanted="a piece",
             where=key,
         )
-        lives = feed is not None and feed.moved_s > work.progress_s  # it serves other lanes
-        if self._leave(work, key, error, now_s) and not lives:
+        is_alive = (
+            stream is not None and stream.last_bytes_s > task.progress_s
+        )  # it serves other lanes
+        if self._leave(task, key, error, now_s) and not is_alive:
             self._report_lost(key, error, actions)
 
     def waits_for(self, now_s: float) -> str:
@@ -237,12 +239,13 @@ class Puller:
         if gap is None:
             return "the disk: every piece has arrived"
         piece = Extent(gap.first, gap.first + 1)
-        for feed in self.state.feeds.values():
-            if feed.in_flight.covers(piece) or feed.side_requests.covers(piece):
+        for stream in self.state.open_streams.values():
+            if stream.in_flight.covers(piece) or stream.side_requests.covers(piece):
                 return (
-                    f"piece {piece.first} from {feed.source.key}, whose last sign of life came "
-                    f"{now_s - feed.heard_s:.1f} s ago and last bytes {now_s - feed.moved_s:.1f} s "
-                    f"ago; {feed.in_flight.count} pieces in flight"
+                    f"piece {piece.first} from {stream.source.key}, whose last sign of life came "
+                    f"{now_s - stream.last_signal_s:.1f} s ago and last bytes "
+                    f"{now_s - stream.last_bytes_s:.1f} s ago; "
+                    f"{stream.in_flight.count} pieces in flight"
                 )
         reason = self.choice.stalled or self.last_error
         why = reason.one_line() if reason is not None else "no reason is known"
@@ -252,29 +255,31 @@ class Puller:
 
     def pump(self, now_s: float, actions: list[SessionAction]) -> None:
         """Send every request that is possible now; close streams with nothing left to deliver."""
-        works = self.state.works
-        self.side_requests.ask_repairs(now_s, actions)
-        for work in works:
-            if work.away is not None and not work.wanting:
-                self.side_requests.end_probe(work, now_s)  # the last pieces do not wait for a probe
-        wanting = [work for work in works if work.wanting > 0]
-        sources = [self._source_for(work, now_s) for work in wanting]  # first, for shared windows
-        for work, feed in zip(wanting, sources, strict=True):
-            if feed is not None:
-                self._size_window(work)  # other tasks may have left the shared source
-                self._top_up(feed, work, now_s, actions)
-                if work.active is None and (other := self._source_for(work, now_s)) is not None:
-                    self._top_up(other, work, now_s, actions)  # the origin's budget is spent
-            if work.away is not None:
-                self.side_requests.probe(work, now_s, actions)
+        tasks = self.state.tasks
+        self.side_requests.request_repairs(now_s, actions)
+        for task in tasks:
+            if task.failback_state is not None and not task.unrequested:
+                self.side_requests.end_probe(task, now_s)  # the last pieces do not wait for a probe
+        unrequested = [task for task in tasks if task.unrequested > 0]
+        sources = [
+            self._source_for(task, now_s) for task in unrequested
+        ]  # first, for shared windows
+        for task, stream in zip(unrequested, sources, strict=True):
+            if stream is not None:
+                self._size_window(task)  # other tasks may have left the shared source
+                self._top_up(stream, task, now_s, actions)
+                if task.active is None and (other := self._source_for(task, now_s)) is not None:
+                    self._top_up(other, task, now_s, actions)  # the origin's budget is spent
+            if task.failback_state is not None:
+                self.side_requests.probe(task, now_s, actions)
         self.side_requests.hedge(
-            now_s, actions, is_drained=not any(work.wanting for work in wanting)
+            now_s, actions, is_drained=not any(task.unrequested for task in unrequested)
         )
-        for feed in list(self.state.feeds.values()):
-            if self.state.is_idle(feed):
-                self._forget(feed, actions)
+        for stream in list(self.state.open_streams.values()):
+            if self.state.is_idle(stream):
+                self._close_stream(stream, actions)
         # Some may have been on a stream that just closed.
-        self.side_requests.ask_repairs(now_s, actions)
+        self.side_requests.request_repairs(now_s, actions)
 
     def is_supplied(self, extent: Extent) -> bool:
         """Return whether the tasks of ``extent``, which has just arrived, need no request now:
@@ -282,56 +287,59 @@ class Puller:
         nothing to do.
         """
         return all(
-            work.active is not None and is_half_full(work)
-            for work, _ in self.state.works.parts(extent)
+            task.active is not None and is_half_full(task)
+            for task, _ in self.state.tasks.parts(extent)
         )
 
-    def _source_for(self, work: PullTask, now_s: float) -> SourceStream | None:
-        if (feed := self.state.feed_of(work)) is not None:
-            return feed
-        work.active = None
-        choice, missing = self.choice, next(work.taken.gaps(work.extent))
-        able = [each for each in work.candidates if choice.may_ask(each, missing, work, now_s)]
-        if not choice.is_within_budget(work.candidates[0], missing) or (
-            not able and not all(choice.is_within_budget(each, missing) for each in work.candidates)
+    def _source_for(self, task: PullTask, now_s: float) -> SourceStream | None:
+        if (stream := self.state.stream_of(task)) is not None:
+            return stream
+        task.active = None
+        choice, missing = self.choice, next(task.claimed.gaps(task.extent))
+        available = [
+            each for each in task.candidates if choice.may_request(each, missing, task, now_s)
+        ]
+        if not choice.is_within_budget(task.candidates[0], missing) or (
+            not available
+            and not all(choice.is_within_budget(each, missing) for each in task.candidates)
         ):
-            choice.refuse()
-        if not able:
+            choice.record_stall()
+        if not available:
             return None
-        best = choice.best(able, work)
-        work.active, work.progress_s = best.key, now_s
-        failed = best.key in choice.broken or choice.failures(best, work) > 0
-        fresh = work.is_first_choice(best.key) and not failed
-        hurry = len(able) > 1 and best.kind == "worker" and not fresh
-        work.spare_stall_s = self._deadlines.spare_stall_s(work) if hurry else 0.0
-        if not work.is_first_choice(best.key):
-            self.side_requests.failback.spare_chosen(work, now_s)
-        elif work.away is not None:
-            self.state.end_probe(work, takes_over=True)
-            work.away.absent = False
+        best = choice.best(available, task)
+        task.active, task.progress_s = best.key, now_s
+        failed = best.key in choice.broken or choice.failures(best, task) > 0
+        fresh = task.is_first_choice(best.key) and not failed
+        leave_early = len(available) > 1 and best.kind == "worker" and not fresh
+        task.spare_stall_s = self._deadlines.spare_stall_s(task) if leave_early else 0.0
+        if not task.is_first_choice(best.key):
+            self.side_requests.failback.record_spare(task, now_s)
+        elif task.failback_state is not None:
+            self.state.end_probe(task, takes_over=True)
+            task.failback_state.is_on_spare = False
         return self.state.open(best, now_s)
 
-    def _size_window(self, work: PullTask) -> None:
-        sharing = self.state.works.sharing(work)
-        size_window(work, self.state.feed_of(work), sharing, self._limits, self._pieces)
+    def _size_window(self, task: PullTask) -> None:
+        sharing = self.state.tasks.sharing(task)
+        size_window(task, self.state.stream_of(task), sharing, self._limits, self._pieces)
 
     def _top_up(
-        self, feed: SourceStream, work: PullTask, now_s: float, actions: list[SessionAction]
+        self, stream: SourceStream, task: PullTask, now_s: float, actions: list[SessionAction]
     ) -> None:
         """Request more once half of the window has drained: few requests, never an empty pipe."""
-        if is_half_full(work):
+        if is_half_full(task):
             return
-        self._size_window(work)
+        self._size_window(task)
         budget = self.choice.budget
-        while (gap := next(work.taken.gaps(work.extent), None)) is not None:
-            room_bytes = work.window_bytes - work.asked_bytes
-            room_pieces = work.window_pieces - work.asked_pieces
+        while (gap := next(task.claimed.gaps(task.extent), None)) is not None:
+            room_bytes = task.window_bytes - task.requested_bytes
+            room_pieces = task.window_pieces - task.requested_pieces
             extent = self._pieces.fitting(gap, room_bytes, room_pieces)
-            if feed.source.kind == "origin":
+            if stream.source.kind == "origin":
                 extent = self._pieces.fitting(extent, budget.left_bytes, extent.size)
-                if extent.size == 0 and not work.asked_pieces:
-                    work.active = None  # the origin budget is spent; other sources may still serve
-                    self.choice.refuse()
+                if extent.size == 0 and not task.requested_pieces:
+                    task.active = None  # the origin budget is spent; other sources may still serve
+                    self.choice.record_stall()
             if extent.size == 0:
                 return
-            self.state.ask(feed, extent, now_s, actions)
+            self.state.request(stream, extent, now_s, actions)

@@ -31,8 +31,8 @@ class Repair:
     corrupt: Counter[str] = field(default_factory=Counter)  # corrupt arrivals from each source
     failed_sources: set[str] = field(default_factory=set)  # sources that did not deliver since
     retry_at_s: float = 0.0
-    asked: str | None = None  # key of the source that it is requested from
-    asked_s: float = 0.0
+    requested_from: str | None = None  # key of the source that it is requested from
+    requested_s: float = 0.0
 
     @property
     def attempts(self) -> int:
@@ -41,9 +41,9 @@ class Repair:
 
     def unanswered(self) -> None:
         """Record that the source of the current request did not deliver."""
-        if self.asked is not None:
-            self.failed_sources.add(self.asked)
-            self.asked = None
+        if self.requested_from is not None:
+            self.failed_sources.add(self.requested_from)
+            self.requested_from = None
 
 
 class Repairs:
@@ -60,9 +60,9 @@ class Repairs:
     def __iter__(self) -> Iterator[Repair]:
         return iter(list(self._all.values()))
 
-    def asked_of(self, key: str) -> list[Repair]:
+    def requested_at(self, key: str) -> list[Repair]:
         """Return the repairs that are requested from source ``key``."""
-        return [each for each in self._all.values() if each.asked == key]
+        return [each for each in self._all.values() if each.requested_from == key]
 
     def rejected(self, key: str, extent: Extent, now_s: float) -> list[Repair]:
         """Record pieces that source ``key`` sent corrupt; return their repairs.
@@ -74,7 +74,7 @@ class Repairs:
         for piece in range(*extent):
             repair = self._all.setdefault(piece, Repair(Extent(piece, piece + 1)))
             repair.corrupt[key] += 1
-            repair.asked = None
+            repair.requested_from = None
             repair.retry_at_s = now_s + waits.setdefault(
                 repair.attempts, backoff_s(repair.attempts - 1, self._limits, self._random)
             )
@@ -87,18 +87,18 @@ class Repairs:
         for piece in [each for each in self._all if extent.first <= each < extent.stop]:
             del self._all[piece]
 
-    def replan(self, open_feeds: Container[str]) -> None:
+    def replan(self, open_keys: Container[str]) -> None:
         """Reset for other candidates; requests on streams that stay open are kept."""
         for each in self._all.values():
             each.failed_sources.clear()
-            if each.asked not in open_feeds:
-                each.asked = None
+            if each.requested_from not in open_keys:
+                each.requested_from = None
 
     def choose(
         self,
         repair: Repair,
         candidates: Sequence[Source],
-        may_ask: Callable[[Source], bool],
+        may_request: Callable[[Source], bool],
         now_s: float,
     ) -> Source | None:
         """Return the source to request from, or None for a later retry: the sender once more, then
@@ -116,10 +116,12 @@ class Repairs:
                 return (not origin_first, 0)
             return (origin_first, repair.corrupt[source.key])
 
-        able = [each for each in candidates if not self._spent(repair, each)]
-        fresh = sorted((each for each in able if each.key not in repair.failed_sources), key=rank)
+        available = [each for each in candidates if not self._spent(repair, each)]
+        fresh = sorted(
+            (each for each in available if each.key not in repair.failed_sources), key=rank
+        )
         for source in fresh:
-            if may_ask(source):
+            if may_request(source):
                 return source
         # Every source failed to deliver or is in back-off: start another round. A source in
         # back-off may be dead; waiting for it would exclude others that hold the pieces by now.
@@ -171,67 +173,72 @@ class Failback:
         self._limits = limits
         self._deadlines = deadlines
 
-    def spare_chosen(self, work: PullTask, now_s: float) -> None:
-        """Record that a spare was chosen for ``work``."""
-        away = work.away
-        if away is None:
-            away = work.away = FailbackState()
-        if not away.absent:
-            away.absent = True
-            self._later(away, now_s)
+    def record_spare(self, task: PullTask, now_s: float) -> None:
+        """Record that a spare was chosen for ``task``."""
+        failback = task.failback_state
+        if failback is None:
+            failback = task.failback_state = FailbackState()
+        if not failback.is_on_spare:
+            failback.is_on_spare = True
+            self._later(failback, now_s)
 
-    def due_s(self, work: PullTask) -> float | None:
+    def due_s(self, task: PullTask) -> float | None:
         """Return when to send the next probe; None if one is in flight or none is needed."""
-        away = work.away
-        if away is None or not away.absent or away.probe is not None:
+        failback = task.failback_state
+        if failback is None or not failback.is_on_spare or failback.probe is not None:
             return None
         # Near the end a failback gains nothing, and the last pieces would wait for the probe.
-        return away.next_s if work.wanting >= self._limits.return_pieces else None
+        return failback.next_s if task.unrequested >= self._limits.return_pieces else None
 
     def ends_s(self, probe: Probe) -> float:
         """Return when ``probe`` times out."""
-        return probe.asked_s + self._deadlines.stall_timeout_s()
+        return probe.requested_s + self._deadlines.stall_timeout_s()
 
-    def asked(self, work: PullTask, piece: Extent, now_s: float) -> None:
+    def record_probe(self, task: PullTask, piece: Extent, now_s: float) -> None:
         """Record that ``piece``, the first unrequested one, is requested as a probe."""
-        if work.away is None:
+        if task.failback_state is None:
             raise AssertionError("no spare stands in")
         # The spare would deliver everything taken so far before this piece.
-        work.away.probe = Probe(piece, now_s, work.held, work.taken.count)
-        work.taken.add(piece)
+        task.failback_state.probe = Probe(piece, now_s, task.held, task.claimed.count)
+        task.claimed.add(piece)
 
-    def probe_failed(self, work: PullTask, now_s: float) -> None:
-        if (away := work.away) is not None:
-            away.probe = away.behind = None
-            away.times += 1
-            self._later(away, now_s)
+    def probe_failed(self, task: PullTask, now_s: float) -> None:
+        if (failback := task.failback_state) is not None:
+            failback.probe = failback.lag_pieces = None
+            failback.attempts += 1
+            self._later(failback, now_s)
 
-    def came(self, work: PullTask, now_s: float) -> bool:
+    def probe_arrived(self, task: PullTask, now_s: float) -> bool:
         """Record that the probed piece arrived; return whether to go back now."""
-        away = work.away
-        if away is None or (probe := away.probe) is None:
+        failback = task.failback_state
+        if failback is None or (probe := failback.probe) is None:
             return False
-        away.probe = None
-        behind = max(0, work.held - 1 - probe.due)
-        if away.behind is None:
-            away.behind, away.first_probe_due, away.next_s = behind, probe.due, now_s
+        failback.probe = None
+        lag_pieces = max(0, task.held - 1 - probe.due)
+        if failback.lag_pieces is None:
+            failback.lag_pieces, failback.first_probe_due, failback.next_s = (
+                lag_pieces,
+                probe.due,
+                now_s,
+            )
             return False
-        passed = max(1, probe.due - away.first_probe_due)
-        keeps_up = behind - away.behind <= MAX_LAG_GROWTH * passed
-        pieces_s = (work.held - 1 - probe.held) / max(1e-9, now_s - probe.asked_s)
-        soon = behind <= pieces_s * self._deadlines.stall_timeout_s() / 2
-        worth = work.missing >= MIN_MISSING_PER_LAG * behind + self._limits.return_pieces
-        away.behind = None
-        away.times += 1
+        passed = max(1, probe.due - failback.first_probe_due)
+        keeps_up = lag_pieces - failback.lag_pieces <= MAX_LAG_GROWTH * passed
+        pieces_s = (task.held - 1 - probe.held) / max(1e-9, now_s - probe.requested_s)
+        soon = lag_pieces <= pieces_s * self._deadlines.stall_timeout_s() / 2
+        worth = task.missing >= MIN_MISSING_PER_LAG * lag_pieces + self._limits.return_pieces
+        failback.lag_pieces = None
+        failback.attempts += 1
         if keeps_up and soon and worth:
-            away.absent = False
+            failback.is_on_spare = False
             return True
-        self._later(away, now_s)
+        self._later(failback, now_s)
         return False
 
-    def _later(self, away: FailbackState, now_s: float) -> None:
+    def _later(self, failback: FailbackState, now_s: float) -> None:
         limits = self._limits
         wait_s = min(
-            limits.return_max_s, limits.return_s * FAILBACK_DELAY_FACTOR ** min(away.times, 16)
+            limits.return_max_s,
+            limits.return_s * FAILBACK_DELAY_FACTOR ** min(failback.attempts, 16),
         )
-        away.next_s = now_s + wait_s
+        failback.next_s = now_s + wait_s

@@ -75,7 +75,7 @@ class RelaySession:
         self._chunks_received: tuple[int, ...] | None = None  # sorted; computed on demand
         self._pull = Puller(self.pieces, self.verified, self._limits, Random(f"{seed}/{worker_id}"))
         self._status = WorkerStatus.IDLE
-        self._over = False  # cancelled: new lanes do not restart it
+        self._is_cancelled = False  # cancelled: new lanes do not restart it
         self._lanes: WorkerLanes | None = None
         self._error: PacelineError | None = None
         self._progress_s = self._alive_s = 0.0
@@ -98,8 +98,8 @@ class RelaySession:
         now_s = max(now_s - self._slept_s, self._woke_s)
         early = now_s < self._due_s
         match event:
-            case PieceVerified(key, stream, extent):
-                if self._pull.arrived(key, stream, extent, now_s):
+            case PieceVerified(key, stream_id, extent):
+                if self._pull.arrived(key, stream_id, extent, now_s):
                     self._progress_s = self._alive_s = now_s
                 if early and self._pull.is_supplied(extent):
                     return actions
@@ -111,18 +111,18 @@ class RelaySession:
                 self._alive(event, now_s)
                 if now_s < self._due_s:
                     return actions  # deadlines only moved later: nothing else can have changed
-            case PieceRejected(key, stream, extent):
-                self._reject(key, stream, extent, now_s, actions)
-            case SourceFailed(key, stream, error):
-                self._source_failed(key, stream, error, now_s, actions)
+            case PieceRejected(key, stream_id, extent):
+                self._reject(key, stream_id, extent, now_s, actions)
+            case SourceFailed(key, stream_id, error):
+                self._source_failed(key, stream_id, error, now_s, actions)
             case LanesAssigned(lanes, read):
                 self._assign(lanes, read, now_s, actions)
             case HeldPiecesCorrupt(extent):
-                self._rot(extent, now_s)
+                self._withdraw_corrupt(extent, now_s)
             case LocalFailed(error):
                 self._fail(error, actions)
             case Cancelled():
-                self._over = True
+                self._is_cancelled = True
                 self._status = WorkerStatus.IDLE
                 self._pull.close_all(actions)
             case Resumed(slept_s, replaced):
@@ -136,7 +136,7 @@ class RelaySession:
                 pass
         self._due_s = float("-inf")
         if self._status is WorkerStatus.RECEIVING:
-            self._go_on(now_s, actions)
+            self._advance(now_s, actions)
         return actions
 
     def deadline_s(self) -> float | None:
@@ -190,7 +190,7 @@ class RelaySession:
     def _assign(
         self, lanes: WorkerLanes, read: int, now_s: float, actions: list[SessionAction]
     ) -> None:
-        if lanes.epoch <= self.epoch or self._over:
+        if lanes.epoch <= self.epoch or self._is_cancelled:
             return
         if lanes.manifest_digest != self._digest or lanes.worker_id != self.worker_id:
             wanted = f"{self._digest[:12]}… for {self.worker_id}"
@@ -208,22 +208,22 @@ class RelaySession:
         self._progress_s = self._alive_s = now_s
 
     def _alive(self, event: SourceAlive, now_s: float) -> None:
-        feed = self._pull.state.feed(event.source_key, event.stream)
-        if feed is None:
+        stream = self._pull.state.find_stream(event.source_key, event.stream)
+        if stream is None:
             return
-        feed.heard_s = self._alive_s = now_s
+        stream.last_signal_s = self._alive_s = now_s
         until_s = event.until_s - self._slept_s
         if event.moving or until_s > now_s:
-            feed.moved_s = now_s
-        if until_s < feed.alive_until_s:
+            stream.last_bytes_s = now_s
+        if until_s < stream.alive_until_s:
             self._due_s = float("-inf")  # the driver's guarantee became shorter
-        feed.alive_until_s = until_s
+        stream.alive_until_s = until_s
 
     def _became_durable(self, extent: Extent, now_s: float) -> bool:
         """Record durable pieces; return whether all were verified before, as expected."""
         known = self.verified.covers(extent)
         if not known:
-            self._pull.state.hold(extent, now_s)
+            self._pull.state.record_verified(extent, now_s)
         fresh = list(self._durable.gaps(extent))
         for run in fresh:
             self._durable.add(run)
@@ -235,18 +235,18 @@ class RelaySession:
         return known
 
     def _reject(
-        self, key: str, stream: int, extent: Extent, now_s: float, actions: list[SessionAction]
+        self, key: str, stream_id: int, extent: Extent, now_s: float, actions: list[SessionAction]
     ) -> None:
         self._rejected += extent.size
         self._corrupt[key] = None
         actions.append(ReportCorrupt(key, extent.first, extent.size))
-        feed, leave = self._pull.rejected(key, stream, extent, now_s)
-        if feed is not None:
+        stream, leave = self._pull.rejected(key, stream_id, extent, now_s)
+        if stream is not None:
             self._alive_s = now_s
             if leave:
-                got = f"{feed.corrupt:.0f} of the last {feed.sampled:.0f}"
+                got = f"{stream.corrupt:.0f} of the last {stream.sampled:.0f}"
                 lost = PeerLost("source sends corrupt pieces", got=got, where=key)
-                self._pull.lose(feed, lost, now_s, actions)
+                self._pull.lose(stream, lost, now_s, actions)
 
     def _corrupt_everywhere(self, repair: Repair) -> PacelineError:
         piece = repair.piece.first
@@ -261,25 +261,25 @@ class RelaySession:
     def _source_failed(
         self,
         key: str,
-        stream: int,
+        stream_id: int,
         error: PacelineError,
         now_s: float,
         actions: list[SessionAction],
     ) -> None:
-        feed = self._pull.state.feed(key, stream)
-        if feed is None:
+        stream = self._pull.state.find_stream(key, stream_id)
+        if stream is None:
             return
         # A missing, refused or replaced origin does not recover, and other workers wait for the
         # one that reads it.
-        for_good = feed.source.kind == "origin" and isinstance(error, PermanentError)
+        for_good = stream.source.kind == "origin" and isinstance(error, PermanentError)
         if for_good:
-            self._pull.lose(feed, error, now_s, actions, for_good=True)
+            self._pull.lose(stream, error, now_s, actions, for_good=True)
         else:
-            self._pull.broke(feed, error, now_s, actions)
+            self._pull.stream_ended(stream, error, now_s, actions)
         if for_good and self._pull.is_first_choice(key):
             self._fail(error, actions)
 
-    def _rot(self, extent: Extent, now_s: float) -> None:
+    def _withdraw_corrupt(self, extent: Extent, now_s: float) -> None:
         if self._status is WorkerStatus.COMPLETE:  # unpublished; drivers withdraw published models
             self._status = WorkerStatus.RECEIVING
             self._progress_s = self._alive_s = now_s
@@ -287,24 +287,24 @@ class RelaySession:
         self._durable.remove(extent)
         self._chunks.difference_update(self.pieces.chunks_of(extent))
         self._chunks_received = None
-        self._pull.state.missing_again(extent)
+        self._pull.state.mark_missing(extent)
 
     # ── progress, completion and failure ─────────────────────────────────────────────────────────
 
-    def _go_on(self, now_s: float, actions: list[SessionAction]) -> None:
+    def _advance(self, now_s: float, actions: list[SessionAction]) -> None:
         self._pull.check_deadlines(now_s, actions)
         if now_s >= self._give_up_s():
             error = self._pull.choice.stalled or self._pull.last_error
             do = "Check the other workers and the source; with a new plan this worker goes on."
-            nobody = PeerLost("no source is left to pull from", where=self.worker_id, do=do)
-            self._fail(error or nobody, actions)
+            no_source = PeerLost("no source is left to pull from", where=self.worker_id, do=do)
+            self._fail(error or no_source, actions)
         elif self._durable.count == self.pieces.count:
             self._status = WorkerStatus.COMPLETE
             self._pull.close_all(actions)
             actions.append(Complete())
         else:
             self._pull.pump(now_s, actions)
-        if (repair := self._pull.side_requests.hopeless) is not None:
+        if (repair := self._pull.side_requests.hopeless_repair) is not None:
             self._fail(self._corrupt_everywhere(repair), actions)
 
     def _give_up_s(self) -> float:

@@ -28,14 +28,14 @@ class SourceStream:
     """
 
     source: Source
-    stream: int
-    heard_s: float  # last sign of life, or when waiting began
-    moved_s: float  # last bytes, or when the stream was opened
+    stream_id: int
+    last_signal_s: float  # last sign of life, or when waiting began
+    last_bytes_s: float  # last bytes, or when the stream was opened
     alive_until_s: float = 0.0  # until when the driver guarantees that bytes move
-    good: int = 0  # verified pieces that it delivered
+    verified_pieces: int = 0  # that it delivered
     in_flight: Extents = field(default_factory=Extents)
     side_requests: Extents = field(default_factory=Extents)
-    asked: deque[tuple[float, Extent]] = field(default_factory=deque)  # oldest first
+    requests: deque[tuple[float, Extent]] = field(default_factory=deque)  # oldest first
     # Over the last runs, each weighing less than the one after it:
     sampled: float = 0.0  # pieces,
     corrupt: float = 0.0  # corrupt pieces,
@@ -46,7 +46,7 @@ class SourceStream:
         """Return whether any requested piece has not arrived."""
         return self.in_flight.count > 0 or self.side_requests.count > 0
 
-    def judge(self, pieces: int, corrupt: int) -> None:
+    def record_run(self, pieces: int, corrupt: int) -> None:
         """Record a run that arrived, either all verified or all corrupt."""
         kept = 1 - 1 / SAMPLE_RUNS
         self.sampled = kept * self.sampled + pieces
@@ -64,12 +64,12 @@ class SourceStream:
 
     def oldest(self) -> tuple[float, Extent] | None:
         """Return when the oldest incomplete request was sent, and its first missing run."""
-        while self.asked:
-            at_s, extent = self.asked[0]
+        while self.requests:
+            at_s, extent = self.requests[0]
             run = next(self.in_flight.common(extent), None)
             if run is not None:
                 return at_s, run
-            self.asked.popleft()
+            self.requests.popleft()
         return None
 
 
@@ -78,13 +78,13 @@ class SourceHealth:
     """The failures and back-off of a source that was abandoned."""
 
     failures: int = 0
-    good: int = 0  # pieces since the last failure
+    verified_pieces: int = 0  # since the last failure
     retry_at_s: float = 0.0
 
     def failed(self, now_s: float, limits: SessionLimits, random: Random) -> None:
         """Record a failure and back off, longer each time."""
         self.failures += 1
-        self.good = 0
+        self.verified_pieces = 0
         self.retry_at_s = now_s + backoff_s(self.failures, limits, random)
 
 
@@ -93,7 +93,7 @@ class Probe:
     """A piece requested from the planned source to test it; see ``recovery``."""
 
     piece: Extent
-    asked_s: float
+    requested_s: float
     held: int  # pieces of the task that were verified when the probe was sent
     due: int  # verified pieces at which the spare would have delivered the probed piece
 
@@ -102,11 +102,11 @@ class Probe:
 class FailbackState:
     """Failback state of a planned source that a spare replaces, or replaced before."""
 
-    absent: bool = False  # a spare replaces the planned source now
+    is_on_spare: bool = False  # a spare replaces the planned source now
     next_s: float = 0.0  # when the next probe may be sent to the planned source
-    times: int = 0  # failed probes and failbacks so far
+    attempts: int = 0  # failed probes and failbacks so far
     probe: Probe | None = None
-    behind: int | None = None  # pieces that it lags by, measured with the first of two probes
+    lag_pieces: int | None = None  # pieces that it lags by, measured with the first of two probes
     first_probe_due: int = 0  # ``due`` of that first probe
 
 
@@ -118,17 +118,17 @@ class PullTask:
     candidates: tuple[Source, ...]
     expected_bytes_s: float = 0.0
     missing: int = 0  # pieces that are not verified
-    taken: Extents = field(default_factory=Extents)  # verified, in flight, or in a side request
-    asked_pieces: int = 0  # in flight
-    asked_bytes: int = 0
+    claimed: Extents = field(default_factory=Extents)  # verified, in flight, or in a side request
+    requested_pieces: int = 0  # in flight
+    requested_bytes: int = 0
     window_bytes: int = 0
     window_pieces: int = 0
     progress_s: float = 0.0  # last verified piece, or when waiting began
     active: str | None = None  # key of the source in use
     spare_stall_s: float = 0.0  # short stall limit of a spare while others are left; 0: none
     # Sources that had nothing for the task.
-    behind: dict[str, SourceHealth] = field(default_factory=dict)
-    away: FailbackState | None = None  # set once a spare has replaced the planned source
+    stalled_sources: dict[str, SourceHealth] = field(default_factory=dict)
+    failback_state: FailbackState | None = None  # set once a spare has replaced the planned source
 
     @property
     def held(self) -> int:
@@ -136,9 +136,9 @@ class PullTask:
         return self.extent.size - self.missing
 
     @property
-    def wanting(self) -> int:
+    def unrequested(self) -> int:
         """Return how many missing pieces are not requested yet."""
-        return self.extent.size - self.taken.count
+        return self.extent.size - self.claimed.count
 
     def is_first_choice(self, key: str) -> bool:
         """Return whether ``key`` is the planned source."""
@@ -178,7 +178,7 @@ class SourceSelector:
         self.budget = OriginBudget()
         self.stalled: PacelineError | None = None  # why nothing can be requested now
 
-    def begin(self, budget: OriginBudget) -> None:
+    def reset(self, budget: OriginBudget) -> None:
         """Reset for new lanes: the coordinator's view is more recent than the last failures.
 
         A suspension stays recorded: the coordinator may not have noticed it yet.
@@ -194,8 +194,8 @@ class SourceSelector:
         """Record verified pieces: after enough in a row, a source's failures are forgotten."""
         if key in self._health:
             health = self._health[key]
-            health.good += pieces
-            if health.good >= FORGIVEN_PIECES:
+            health.verified_pieces += pieces
+            if health.verified_pieces >= FORGIVEN_PIECES:
                 del self._health[key]
 
     def failed(self, key: str, now_s: float, *, for_good: bool = False) -> None:
@@ -205,15 +205,17 @@ class SourceSelector:
         if for_good:
             health.retry_at_s = float("inf")
 
-    def task_stalled(self, key: str, work: PullTask, now_s: float) -> None:
-        """Back off from a source for ``work`` only: it has nothing for it."""
-        work.behind.setdefault(key, SourceHealth()).failed(now_s, self._limits, self._random)
+    def task_stalled(self, key: str, task: PullTask, now_s: float) -> None:
+        """Back off from a source for ``task`` only: it has nothing for it."""
+        task.stalled_sources.setdefault(key, SourceHealth()).failed(
+            now_s, self._limits, self._random
+        )
 
     # ── availability and choice ──────────────────────────────────────────────────────────────────
 
-    def may_ask(self, source: Source, extent: Extent, work: PullTask, now_s: float) -> bool:
+    def may_request(self, source: Source, extent: Extent, task: PullTask, now_s: float) -> bool:
         """Return whether the first piece of ``extent`` may be requested from ``source`` now."""
-        return now_s >= self.backoff_ends_s(source, work) and self.is_within_budget(source, extent)
+        return now_s >= self.backoff_ends_s(source, task) and self.is_within_budget(source, extent)
 
     def is_within_budget(self, source: Source, extent: Extent) -> bool:
         """Return whether the budget allows the first piece of ``extent`` from ``source`` now."""
@@ -222,7 +224,7 @@ class SourceSelector:
         needed = self._pieces.bytes_of(Extent(extent.first, extent.first + 1))
         return not self.unconfirmed and needed <= self.budget.left_bytes
 
-    def refuse(self) -> None:
+    def record_stall(self) -> None:
         """Record in ``stalled`` why nothing is requested from the origin."""
         if self.unconfirmed:
             self.stalled = ServiceUnavailable(
@@ -238,16 +240,16 @@ class SourceSelector:
                 do="Bring a holder back, or raise the budget with a new plan.",
             )
 
-    def backoff_ends_s(self, source: Source, work: PullTask) -> float:
+    def backoff_ends_s(self, source: Source, task: PullTask) -> float:
         """Return when the back-off of ``source`` ends."""
-        rests = (self._health.get(source.key), work.behind.get(source.key))
-        return max((rest.retry_at_s for rest in rests if rest is not None), default=0.0)
+        records = (self._health.get(source.key), task.stalled_sources.get(source.key))
+        return max((rest.retry_at_s for rest in records if rest is not None), default=0.0)
 
-    def retries(self, work: PullTask) -> Iterator[float]:
+    def retries(self, task: PullTask) -> Iterator[float]:
         """Yield the times at which the back-off of a candidate ends."""
-        for rests in (self._health, work.behind):
-            for source in work.candidates:
-                if (rest := rests.get(source.key)) is not None:
+        for records in (self._health, task.stalled_sources):
+            for source in task.candidates:
+                if (rest := records.get(source.key)) is not None:
                     yield rest.retry_at_s
 
     def is_gone(self, source: Source) -> bool:
@@ -255,7 +257,7 @@ class SourceSelector:
         health = self._health.get(source.key)
         return health is not None and health.retry_at_s == float("inf")
 
-    def failures(self, source: Source, work: PullTask) -> int:
+    def failures(self, source: Source, task: PullTask) -> int:
         """Return the recent failures of a source, its rank in ``best``: untried sources come first.
 
         If the plan names the origin as the source, it is tried before any spare, because the spares
@@ -263,12 +265,13 @@ class SourceSelector:
         ``spares_first`` other candidates have failed: then this worker is probably ahead of them.
         """
         if source.kind != "origin":
-            rests = (self._health.get(source.key), work.behind.get(source.key))
-            return sum(rest.failures for rest in rests if rest is not None)
-        failed = sum(self.failures(each, work) > 0 for each in work.candidates if each != source)
-        first = work.is_first_choice(source.key) or failed >= self._limits.spares_first
+            records = (self._health.get(source.key), task.stalled_sources.get(source.key))
+            return sum(rest.failures for rest in records if rest is not None)
+        failed = sum(self.failures(each, task) > 0 for each in task.candidates if each != source)
+        first = task.is_first_choice(source.key) or failed >= self._limits.spares_first
         return -1 if first else 0
 
-    def best(self, able: list[Source], work: PullTask) -> Source:
-        """Return the source of ``able`` with the fewest failures; of equals the first planned."""
-        return min(able, key=lambda each: self.failures(each, work))
+    def best(self, available: list[Source], task: PullTask) -> Source:
+        """Return the source of ``available`` with the fewest failures; of equals the first
+        planned."""
+        return min(available, key=lambda each: self.failures(each, task))

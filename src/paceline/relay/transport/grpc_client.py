@@ -62,7 +62,7 @@ class GrpcPullStream:
         """Request pieces; returns at once."""
         asked = ChunkRequest(first_piece=extent.first, piece_count=extent.size)
         with self._lock:
-            self._receiver.ask(extent)
+            self._receiver.add_request(extent)
             (self._outbox.put if self._welcomed else self._backlog.append)(asked)
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class GrpcPullStream:
             with self._pull.receiving(lambda: self._closed), self._channel() as channel:
                 self._receive(channel)
         finally:
-            self._receiver.drop()
+            self._receiver.drop_piece()
             self._outbox.put(None)
 
     def _channel(self) -> grpc.Channel:
@@ -147,7 +147,7 @@ class GrpcPullStream:
         if not self._welcomed:
             self._welcome(said)
         elif said.waiting:
-            self._receiver.waits()
+            self._receiver.report_waiting()
         elif said.data:
             self._take(said)
         else:
@@ -169,15 +169,15 @@ class GrpcPullStream:
         piece = manifest.piece_of(said.piece)
         at = said.offset - piece.stream_offset
         if self._arriving != said.piece:
-            self._receiver.begin(said.piece, piece.length)
+            self._receiver.begin_piece(said.piece, piece.length)
             self._arriving, self._expected = said.piece, 0
         if at != self._expected:
             raise InvalidFrame("bytes out of order", got=at, wanted=self._expected)
-        self._receiver.take(said.data)
+        self._receiver.write_block(said.data)
         self._expected += len(said.data)
         if said.checksum:
             self._arriving = -1
-            if self._receiver.end() is not None:
+            if self._receiver.end_piece() is not None:
                 self._outbox.put(ChunkRequest(first_piece=said.piece, corrupt=True))
             self._receiver.flush()
 

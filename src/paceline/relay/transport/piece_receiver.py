@@ -19,9 +19,9 @@ SILENCE_S = 30.0  # a last bound for the byte threads; the session notices silen
 
 
 class _ArrivingPiece:
-    """A piece that is arriving; ``writing`` guards ``mine``."""
+    """A piece that is arriving; ``writing`` guards ``claimed``."""
 
-    __slots__ = ("descriptor", "extent", "hash", "held", "memory", "mine", "piece", "writing")
+    __slots__ = ("claimed", "descriptor", "extent", "hash", "held", "memory", "piece", "writing")
 
     def __init__(self, pull: PullSpec, piece: Piece, extent: Extent) -> None:
         self.piece = piece
@@ -29,15 +29,15 @@ class _ArrivingPiece:
         self.descriptor = pull.staging.descriptor(piece.file_index)
         self.hash = pull.staging.manifest.new_piece_hash()
         self.held = False  # written and counted from memory
-        self.mine = False  # whether this stream holds the claim to write it
+        self.claimed = False  # whether this stream holds the claim to write it
         self.writing = threading.Lock()  # held while it is written, and while the claim moves
         self.memory: memoryview | None = None  # a copy, while another stream writes the piece
 
-    def leave(self) -> bool:
+    def release_claim(self) -> bool:
         """Give up the claim for another stream; return whether this stream had it."""
         with self.writing:
-            mine, self.mine = self.mine, False
-            return mine
+            claimed, self.claimed = self.claimed, False
+            return claimed
 
 
 class PieceReceiver:
@@ -47,31 +47,31 @@ class PieceReceiver:
         self._pull = pull
         self._key, self._staging = pull.key, pull.staging  # used in the hot loop
         self._lock = threading.Lock()
-        self._asked = Extents()
-        self._ever = Extents()  # a piece requested twice may arrive twice
+        self._requested = Extents()
+        self._ever_requested = Extents()  # a piece requested twice may arrive twice
         self._reported_alive_s = 0.0
         self._arriving: _ArrivingPiece | None = None
-        self.left = 0  # bytes of the arriving piece that are missing
+        self.missing_bytes = 0  # bytes of the arriving piece that are missing
         self._received = 0  # bytes since the last ``flush``
-        self._whole: list[_ArrivingPiece] = []  # verified since the last ``flush``
+        self._verified: list[_ArrivingPiece] = []  # verified since the last ``flush``
 
-    def ask(self, extent: Extent) -> None:
+    def add_request(self, extent: Extent) -> None:
         """Record that ``extent`` is requested."""
         with self._lock:
-            self._asked.add(extent)
-            self._ever.add(extent)
+            self._requested.add(extent)
+            self._ever_requested.add(extent)
 
     @property
     def waiting(self) -> bool:
         """Return whether any requested piece has not arrived."""
-        return self._asked.count > 0 or self._arriving is not None
+        return self._requested.count > 0 or self._arriving is not None
 
     @property
-    def due_bytes(self) -> int:
+    def requested_bytes(self) -> int:
         """Return about how many bytes have yet to arrive."""
-        return self.left + self._asked.count * self._staging.manifest.piece_bytes
+        return self.missing_bytes + self._requested.count * self._staging.manifest.piece_bytes
 
-    def begin(self, index: int, length: int) -> None:
+    def begin_piece(self, index: int, length: int) -> None:
         """Start piece ``index`` of ``length`` bytes; raises InvalidFrame if it is unrequested."""
         manifest = self._staging.manifest
         if self._arriving is not None:  # else its claim would never be released
@@ -79,7 +79,7 @@ class PieceReceiver:
             raise InvalidFrame("a piece ended early", got=got, wanted="all of it", where=where)
         extent = Extent(index, index + 1)
         with self._lock:
-            known = self._asked.remove(extent) or index in self._ever
+            known = self._requested.remove(extent) or index in self._ever_requested
         if not known:
             raise InvalidFrame("a piece that was not requested", got=index, where=self._key)
         piece = manifest.piece_of(index)
@@ -87,50 +87,50 @@ class PieceReceiver:
             raise InvalidFrame("piece of another length", got=length, wanted=piece.length)
         arriving = _ArrivingPiece(self._pull, piece, extent)
         try:
-            arriving.mine = self._staging.claim(index, wait_s=0.0)
+            arriving.claimed = self._staging.claim(index, wait_s=0.0)
         except TimeoutError:
             # Hedged: another stream is writing it. The first complete copy wins.
             arriving.memory = memoryview(bytearray(length))
-        if arriving.mine:
-            self._staging.writers[index] = arriving.leave
-        self._arriving, self.left = arriving, length
+        if arriving.claimed:
+            self._staging.writers[index] = arriving.release_claim
+        self._arriving, self.missing_bytes = arriving, length
 
-    def take(self, block: memoryview) -> None:
+    def write_block(self, block: memoryview) -> None:
         """Write and hash the next bytes of the piece; the bytes of a duplicate are dropped."""
         arriving, size = self._arriving, len(block)
-        if arriving is None or size > self.left:
+        if arriving is None or size > self.missing_bytes:
             raise InvalidFrame("bytes beyond a piece", got=size, where=self._key)
-        done = arriving.piece.length - self.left
+        done = arriving.piece.length - self.missing_bytes
         if arriving.memory is not None:
             arriving.hash.update(block)
             arriving.memory[done : done + size] = block
-        elif arriving.mine:
+        elif arriving.claimed:
             arriving.hash.update(block)
             with arriving.writing:
-                if arriving.mine:
+                if arriving.claimed:
                     at = arriving.piece.file_offset + done
                     self._staging.write(arriving.descriptor, block, at)
-        self.left -= size
+        self.missing_bytes -= size
         self._received += size
         if self._pull.pacer.paced:
             self._pull.pacer.take(size)
-        if self.left:
-            self.alive(self._pull.keepalive_s, moving=True)
+        if self.missing_bytes:
+            self.report_alive(self._pull.keepalive_s, moving=True)
 
-    def end(self) -> int | None:
+    def end_piece(self) -> int | None:
         """Verify the piece that has arrived; return its number if it is corrupt."""
         arriving = self._arriving
-        if arriving is None or self.left:
-            got = self.left if arriving else None
+        if arriving is None or self.missing_bytes:
+            got = self.missing_bytes if arriving else None
             raise InvalidFrame("a piece ended early", got=f"{got} bytes left", where=self._key)
-        judged = arriving.mine or arriving.memory is not None
-        if not judged or arriving.hash.hexdigest() == arriving.piece.digest:
+        is_hashed = arriving.claimed or arriving.memory is not None
+        if not is_hashed or arriving.hash.hexdigest() == arriving.piece.digest:
             if arriving.memory is not None:
                 self._keep(arriving, arriving.memory)
-            self._whole.append(arriving)
+            self._verified.append(arriving)
             self._arriving = None
             return None
-        self.drop(refetched=arriving.piece.length)
+        self.drop_piece(refetched=arriving.piece.length)
         self._pull.report(PieceRejected(self._key, self._pull.stream, arriving.extent))
         return arriving.piece.index
 
@@ -143,27 +143,27 @@ class PieceReceiver:
 
     def flush(self) -> None:
         """Count the verified pieces as held and report them: readers wake once for all of them."""
-        if not self._whole:
+        if not self._verified:
             return
-        whole, self._whole = self._whole, []
-        mine, refetched = [], 0
+        verified, self._verified = self._verified, []
+        claimed, refetched = [], 0
         runs: list[Extent] = []
-        for arriving in whole:
+        for arriving in verified:
             run = arriving.extent
             if runs and runs[-1].stop == run.first:
                 run = Extent(runs.pop().first, run.stop)
             runs.append(run)
             with arriving.writing:
-                if arriving.mine:
-                    arriving.mine = False
+                if arriving.claimed:
+                    arriving.claimed = False
                     self._staging.writers.pop(arriving.piece.index, None)
-                    mine.append(arriving.piece)
+                    claimed.append(arriving.piece)
                 elif not arriving.held:
                     refetched += arriving.piece.length
         try:
-            self._staging.hold(*mine)
+            self._staging.hold(*claimed)
         except BaseException:
-            for piece in mine:  # another stream may bring them
+            for piece in claimed:  # another stream may bring them
                 self._staging.release(piece.index)
             raise
         self._pull.counters.add(received=self._received, refetched=refetched)
@@ -171,28 +171,28 @@ class PieceReceiver:
         for run in runs:
             self._pull.report(PieceVerified(self._key, self._pull.stream, run))
 
-    def drop(self, refetched: int = 0) -> None:
+    def drop_piece(self, refetched: int = 0) -> None:
         """Discard the piece that is arriving, whose ``refetched`` bytes are read again."""
         self.flush()
         self._pull.counters.add(received=self._received, refetched=refetched)
         self._received = 0
-        arriving, self._arriving, self.left = self._arriving, None, 0
+        arriving, self._arriving, self.missing_bytes = self._arriving, None, 0
         if arriving is None:
             return
         arriving.memory = None
         with arriving.writing:
-            if arriving.mine:
-                arriving.mine = False
+            if arriving.claimed:
+                arriving.claimed = False
                 self._staging.writers.pop(arriving.piece.index, None)
                 self._staging.release(arriving.piece.index)
 
-    def waits(self) -> None:
+    def report_waiting(self) -> None:
         """Report that the source waits, at most four times per keep-alive interval: one thread
         handles the reports of all streams.
         """
-        self.alive(self._pull.keepalive_s / 4)
+        self.report_alive(self._pull.keepalive_s / 4)
 
-    def alive(self, at_most_every_s: float = 0.0, *, moving: bool = False) -> None:
+    def report_alive(self, at_most_every_s: float = 0.0, *, moving: bool = False) -> None:
         """Report that the source is alive: it waits, or its bytes are ``moving``."""
         now = time.monotonic()
         if now - self._reported_alive_s >= at_most_every_s:

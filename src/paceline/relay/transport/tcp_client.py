@@ -71,7 +71,7 @@ class TcpPullStream:
     def request(self, extent: Extent) -> None:
         """Request pieces; never blocks for long (a request is 12 bytes)."""
         with self._lock:
-            self._receiver.ask(extent)
+            self._receiver.add_request(extent)
             if not self._ready:
                 self._backlog.append(extent)
                 return
@@ -101,7 +101,7 @@ class TcpPullStream:
                 channel = self._connect()
                 self._receive(channel)
         finally:
-            self._receiver.drop()
+            self._receiver.drop_piece()
             with self._lock:
                 self._ready = False
                 for each in (self._channel, self._sock):
@@ -162,7 +162,7 @@ class TcpPullStream:
         arriving, buffer, kept = self._receiver, self._buffer, 0
         deadline_s = 0.0
         while not self._closed:  # a shut socket still returns bytes that have arrived
-            got = channel.read(buffer[kept:], arriving.due_bytes, arriving.left)
+            got = channel.read(buffer[kept:], arriving.requested_bytes, arriving.missing_bytes)
             if got:
                 deadline_s = 0.0
             elif not deadline_s:
@@ -180,11 +180,11 @@ class TcpPullStream:
         """Take the frames in the buffer up to ``end``; return where an incomplete header begins."""
         arriving, buffer, at = self._receiver, self._buffer, 0
         while at < end:
-            if arriving.left:
-                block = buffer[at : min(end, at + arriving.left)]
-                arriving.take(block)
+            if arriving.missing_bytes:
+                block = buffer[at : min(end, at + arriving.missing_bytes)]
+                arriving.write_block(block)
                 at += len(block)
-                if not arriving.left and (corrupt := arriving.end()) is not None:
+                if not arriving.missing_bytes and (corrupt := arriving.end_piece()) is not None:
                     with self._lock:
                         channel.send(encode(Kind.CORRUPT, corrupt))
                 continue
@@ -192,14 +192,14 @@ class TcpPullStream:
             if header_end > end:
                 break
             if buffer[at : at + len(_PIECE)] == _PIECE:  # decoded here: this is the hot path
-                arriving.begin(*_NUMBERS.unpack_from(buffer, at + len(_PIECE)))
+                arriving.begin_piece(*_NUMBERS.unpack_from(buffer, at + len(_PIECE)))
             else:
                 header = decode(buffer[at:header_end])
                 if header.kind is Kind.ERROR:
                     self._refused(channel, buffer[header_end:end], header.payload_bytes)
                 if header.kind is not Kind.WAITING:
                     raise InvalidFrame("unexpected frame", got=header.kind.name, wanted="PIECE")
-                arriving.waits()
+                arriving.report_waiting()
             at = header_end
         arriving.flush()
         return at

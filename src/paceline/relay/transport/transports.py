@@ -88,7 +88,7 @@ def transport_for(runtime: Runtime, listen_host: str, worker_id: str) -> Transpo
             f'"{runtime.profile.security.peer_tls}" without its files',
             wanted="peer_ca, peer_cert and peer_key in [security]",
             where=f"profile {runtime.profile.name}",
-            do="Issue each worker an identity and name the files; or, where everybody on that "
+            do="Issue each worker an identity and name the files; or, where every user of that "
             'network may read the models, set [security] peer_tls = "plaintext-anywhere".',
         )
     token = runtime.secrets.peers_token

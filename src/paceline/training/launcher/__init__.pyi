@@ -19,7 +19,7 @@ from .driver import (
     stored_result as stored_result,
 )
 from .gang import GangSupervisor as GangSupervisor
-from .job_notes import read_history as read_history
+from .job_history import read_history as read_history
 from .job_tracker import JobTracker as JobTracker, TimeAccounts as TimeAccounts
 from .local import LocalLauncher as LocalLauncher, launcher_argv as launcher_argv
 from .placement import NodePool as NodePool, with_fewer_ranks as with_fewer_ranks

@@ -39,7 +39,7 @@ class RankState:
     order: int = 0  # sequence number of its end
     killed: bool = False  # by its launcher, after another rank failed
     stderr: str = ""
-    over: bool = False
+    has_ended: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,16 +67,16 @@ class Attempt:
         self._attempt = attempt
         self._on_event = on_event
         self._workers = list(dict.fromkeys(each.member.worker_id for each in ranks.values()))
-        self._ordered: set[str] = set()  # nodes that received a "start" order
-        self._begun: set[str] = set()
-        self._over: set[str] = set()
+        self._started_on: set[str] = set()  # nodes that received a "start" order
+        self._started_nodes: set[str] = set()
+        self._ended_nodes: set[str] = set()
         self._store: tuple[str, int] | None = None
-        self._ended = 0
-        self._stopping: float | None = None  # grace period of the stop order, in seconds
-        self._stop_at = float("inf")  # when a stop order is overdue
+        self._ended_count = 0
+        self._sent_grace_s: float | None = None  # grace period of the stop order, in seconds
+        self._stop_overdue_at = float("inf")  # when a stop order is overdue
         self._store_error = ""
         self._slowest_s: dict[int, float] = {}  # by rank, of its newest steps
-        self._looked_at = time.monotonic()
+        self._last_check = time.monotonic()
 
     def start(self, text: str) -> Fault | None:
         """Start all ranks; return the fault where a node cannot."""
@@ -84,45 +84,51 @@ class Attempt:
         if away := [each for each in self._workers if each not in ready]:
             for each in away:
                 if each not in self._gangs.lost:
-                    self._gangs.lose(each, "its node is away")
+                    self._gangs.drop_node(each, "its node is away")
                 self._mark_lost(each)
             return self._start_fault(away[0])
         head = self._workers[0]
         store = {"do": "store", "host": self._nodes.host(head), "job": self._gangs.id}
         return (
-            self._tell({head: store})
+            self._send_orders({head: store})
             or self._wait_for_nodes(
                 lambda: set() if self._store else {head}, "the rendezvous store"
             )
-            or self._tell({each: self._order(self._on(each), text) for each in self._workers})
-            or self._wait_for_nodes(lambda: set(self._workers) - self._begun, "its ranks")
+            or self._send_orders(
+                {each: self._start_order(self._ranks_on(each), text) for each in self._workers}
+            )
+            or self._wait_for_nodes(lambda: set(self._workers) - self._started_nodes, "its ranks")
         )
 
     def follow(self) -> Fault | None:
         """Monitor the ranks until they end; return the fault that ended the gang, if any."""
-        self._looked_at = time.monotonic()
-        while self._busy():
-            self._hear(TICK_S)
-            if (fault := self._failed() or self._late() or self._stop_ranks()) is not None:
+        self._last_check = time.monotonic()
+        while self._running_nodes():
+            self._receive_messages(TICK_S)
+            if (
+                fault := self._find_failed_rank() or self._find_late_rank() or self._stop_ranks()
+            ) is not None:
                 self._check_cancel()
                 return fault
         self._check_cancel()
-        return self._failed()
+        return self._find_failed_rank()
 
     def end(self, *, stacks: bool, grace_s: float) -> None:
         """End every rank and collect its output; a launcher that does not answer is dropped."""
-        self._over |= set(self._workers) - self._ordered  # nothing of this attempt runs there
-        self._tell(dict.fromkeys(self._busy(), stop_order(grace_s, stacks=stacks)))
-        until = time.monotonic() + self._patience()
-        while self._busy() and time.monotonic() < until:
+        self._ended_nodes |= (
+            set(self._workers) - self._started_on
+        )  # nothing of this attempt runs there
+        self._send_orders(dict.fromkeys(self._running_nodes(), stop_order(grace_s, stacks=stacks)))
+        until = time.monotonic() + self._report_deadline_s()
+        while self._running_nodes() and time.monotonic() < until:
             try:
-                self._hear(TICK_S)
+                self._receive_messages(TICK_S)
             except PacelineError as error:  # then no node can be reached
                 log.warning("nodes do not answer: %s", error)
                 break
-        for worker in self._busy():
+        for worker in self._running_nodes():
             log.warning("launcher does not answer worker=%s", worker)
-            self._lose(worker, "its launcher does not answer")
+            self._drop_node(worker, "its launcher does not answer")
 
     def abandon(self) -> None:
         """End every rank without a grace period, while an exception propagates."""
@@ -131,7 +137,7 @@ class Attempt:
 
     def first_failure(self) -> Fault | None:
         """Return the fault of the rank that failed first, from all exit codes so far."""
-        return self._failed()
+        return self._find_failed_rank()
 
     def find_hung_rank(self, fault: Fault) -> Fault:
         """Return ``fault``, moved to the suspect whose stack shows no wait for other ranks."""
@@ -139,7 +145,7 @@ class Attempt:
             return fault
         for each in fault.suspects:
             if waits_for_peers(each.stderr) is False:
-                return self._hung(each)
+                return self._hang_fault(each)
         return fault
 
     def result(self, fault: Fault | None) -> GangResult:
@@ -169,7 +175,7 @@ class Attempt:
 
     # -- orders and messages
 
-    def _order(self, mine: list[RankState], text: str) -> dict[str, Any]:
+    def _start_order(self, mine: list[RankState], text: str) -> dict[str, Any]:
         assert self._store is not None
         host, port = self._store
         ranks = []
@@ -197,17 +203,17 @@ class Attempt:
             "input": text,
         }
 
-    def _hear(self, timeout_s: float) -> None:
+    def _receive_messages(self, timeout_s: float) -> None:
         for message in self._nodes.receive(timeout_s):
-            kind = self._gangs.note(message)
+            kind = self._gangs.handle_message(message)
             if message.worker_id not in self._workers:
                 continue
             if kind == "lost":
                 self._mark_lost(message.worker_id)
             else:
-                self._take(kind, message.worker_id, message.line)
+                self._handle_message(kind, message.worker_id, message.line)
 
-    def _take(self, kind: str, worker: str, line: Mapping[str, Any]) -> None:
+    def _handle_message(self, kind: str, worker: str, line: Mapping[str, Any]) -> None:
         if not kind:
             took_s = line.get("data", {}).get("step_seconds")
             if line.get("event") == "step" and isinstance(took_s, float):
@@ -223,34 +229,34 @@ class Attempt:
         elif line.get("attempt") != self._attempt:
             return
         elif kind == "started":
-            self._begun.add(worker)
+            self._started_nodes.add(worker)
         elif kind == "beat":
             for rank, state in line.get("ranks", {}).items():
                 self._ranks[int(rank)].state = state
         elif kind == "ended":
             rank = self._ranks[int(line["rank"])]
-            self._ended += 1
-            rank.over, rank.order = True, self._ended
+            self._ended_count += 1
+            rank.has_ended, rank.order = True, self._ended_count
             rank.code, rank.killed = line["code"], bool(line.get("killed"))
             rank.stderr = str(line.get("stderr", ""))
         elif kind == "over":
-            self._over.add(worker)
+            self._ended_nodes.add(worker)
 
     def _mark_lost(self, worker: str) -> None:
-        self._over.add(worker)
+        self._ended_nodes.add(worker)
         for each in self._ranks.values():
-            if each.member.worker_id == worker and not each.over:
-                self._ended += 1
-                each.over, each.order = True, self._ended
+            if each.member.worker_id == worker and not each.has_ended:
+                self._ended_count += 1
+                each.has_ended, each.order = True, self._ended_count
 
     # -- fault detection
 
-    def _failed(self) -> Fault | None:
-        failed = [each for each in self._ranks.values() if each.over and each.code != 0]
+    def _find_failed_rank(self) -> Fault | None:
+        failed = [each for each in self._ranks.values() if each.has_ended and each.code != 0]
         failed = [each for each in failed if not each.killed] or failed
         if not failed or (
             all(each.code == STOPPED_EXIT for each in failed)
-            and any(not each.over for each in self._ranks.values())
+            and any(not each.has_ended for each in self._ranks.values())
         ):
             return None  # ranks that stop on request end by themselves
 
@@ -260,11 +266,11 @@ class Attempt:
             violent = each.code is None or each.code < 0
             return (0 if violent else 2 if each.code in (75, STOPPED_EXIT) else 1, each.order)
 
-        guilty = min(failed, key=first)
-        if self._stopping is not None and all(each.killed for each in failed):
-            what = f"did not stop within its grace of {self._stopping:.0f} s and was killed"
-            return Fault(guilty, what, overdue=True)
-        return Fault(guilty, self._describe_exit(guilty))
+        faulty = min(failed, key=first)
+        if self._sent_grace_s is not None and all(each.killed for each in failed):
+            what = f"did not stop within its grace of {self._sent_grace_s:.0f} s and was killed"
+            return Fault(faulty, what, overdue=True)
+        return Fault(faulty, self._describe_exit(faulty))
 
     def _describe_exit(self, ended: RankState) -> str:
         if ended.code is None:
@@ -274,15 +280,15 @@ class Attempt:
             return f"was killed by signal {-ended.code}"
         return f"exited with {ended.code}"
 
-    def _late(self) -> Fault | None:
+    def _find_late_rank(self) -> Fault | None:
         if (worker := self._drop_silent_node()) is not None:
             return Fault(self._first_rank_on(worker), "was lost with its node: it fell silent")
-        living = [each for each in self._ranks.values() if not each.over and each.state]
+        living = [each for each in self._ranks.values() if not each.has_ended and each.state]
         if not any(self._is_late(each.state) for each in living):
             return None
         # One hung rank makes the others wait. In order: a stopped process, a rank without
         # heartbeats, the one with the fewest steps, the one longest in its phase.
-        guilty = max(
+        faulty = max(
             living,
             key=lambda each: (
                 bool(each.state["stopped"]),
@@ -291,32 +297,32 @@ class Attempt:
                 each.state["since_s"],
             ),
         )
-        alike = [each for each in living if each.state["step"] == guilty.state["step"]]
-        sure = guilty.state["stopped"] or guilty.state["silent_s"] > 3 * TICK_S + 2.0
-        return self._hung(guilty, () if sure else tuple(alike))
+        alike = [each for each in living if each.state["step"] == faulty.state["step"]]
+        sure = faulty.state["stopped"] or faulty.state["silent_s"] > 3 * TICK_S + 2.0
+        return self._hang_fault(faulty, () if sure else tuple(alike))
 
     def _drop_silent_node(self) -> str | None:
         """Drop the first node without heartbeats, if any, and return it."""
         now = time.monotonic()
-        if (paused := now - self._looked_at) > DRIVER_PAUSE_S:
+        if (paused := now - self._last_check) > DRIVER_PAUSE_S:
             self._gangs.last_message_at = {
                 at: beat + paused for at, beat in self._gangs.last_message_at.items()
             }
-        self._looked_at = now
+        self._last_check = now
         for worker in self._workers:
             silent = now - self._gangs.last_message_at.get(worker, now)
-            if worker not in self._over and silent > NODE_SILENCE_S:
-                self._lose(worker, "it fell silent")
+            if worker not in self._ended_nodes and silent > NODE_SILENCE_S:
+                self._drop_node(worker, "it fell silent")
                 return worker
         return None
 
-    def _hung(self, guilty: RankState, suspects: tuple[RankState, ...] = ()) -> Fault:
-        state = guilty.state
+    def _hang_fault(self, faulty: RankState, suspects: tuple[RankState, ...] = ()) -> Fault:
+        state = faulty.state
         phase, since = state["phase"], state["since_s"]
         how = " (it is stopped)" if state["stopped"] else ""
         limit = self._deadline(phase)
         return Fault(
-            guilty,
+            faulty,
             f"hung in phase {phase!r} at step {state['step']}: nothing for {since:.1f} s of "
             f"{limit:.0f}{how}",
             hung=True,
@@ -334,33 +340,33 @@ class Attempt:
 
     # -- stopping, lost nodes, waiting
 
-    def _busy(self) -> list[str]:
+    def _running_nodes(self) -> list[str]:
         """Return the nodes on which ranks of this attempt run."""
-        return [each for each in self._workers if each not in self._over]
+        return [each for each in self._workers if each not in self._ended_nodes]
 
     def _stop_ranks(self) -> Fault | None:
         """Send a stop order where the ranks should stop; return the fault where it is overdue."""
-        grace = self._grace()
-        if grace is not None and (self._stopping is None or grace < self._stopping):
-            self._stopping = grace
-            self._stop_at = time.monotonic() + grace + self._patience()
-            self._tell(dict.fromkeys(self._busy(), stop_order(grace)))
-        if time.monotonic() > self._stop_at:
+        grace = self._stop_grace_s()
+        if grace is not None and (self._sent_grace_s is None or grace < self._sent_grace_s):
+            self._sent_grace_s = grace
+            self._stop_overdue_at = time.monotonic() + grace + self._report_deadline_s()
+            self._send_orders(dict.fromkeys(self._running_nodes(), stop_order(grace)))
+        if time.monotonic() > self._stop_overdue_at:
             return Fault(None, "did not stop as asked", overdue=True)
         return None
 
-    def _patience(self) -> float:
+    def _report_deadline_s(self) -> float:
         """Return the seconds that a launcher has to report that its ranks are gone."""
         cancel = self._gangs.cancel
         return CANCEL_END_DEADLINE_S if cancel is not None and cancel.is_set() else END_DEADLINE_S
 
-    def _grace(self) -> float | None:
+    def _stop_grace_s(self) -> float | None:
         """Return the seconds that the ranks have to save and end; None where none should stop."""
         gangs = self._gangs
         wanted = []
         if gangs.cancel is not None and gangs.cancel.is_set():
             wanted.append(gangs.grace_s)
-        if gangs.asked:  # not urgent: the full save deadline
+        if gangs.stop_reason:  # not urgent: the full save deadline
             wanted.append(gangs.deadlines.checkpoint_s)
         if self._stops_with_one() and (
             gangs.preempted or any(each.code == STOPPED_EXIT for each in self._ranks.values())
@@ -385,33 +391,33 @@ class Attempt:
             got = f"{got}: {last}" if last else got
             raise Cancelled(cancelled.what, got=got, where=cancelled.where) from None
 
-    def _on(self, worker: str) -> list[RankState]:
+    def _ranks_on(self, worker: str) -> list[RankState]:
         return [each for each in self._ranks.values() if each.member.worker_id == worker]
 
     def _first_rank_on(self, worker: str) -> RankState:
-        return self._on(worker)[0]
+        return self._ranks_on(worker)[0]
 
     def _start_fault(self, worker: str) -> Fault:
         why = self._gangs.lost_reasons.get(worker, "its node was lost")
         return Fault(self._first_rank_on(worker), f"could not be started: {why}")
 
-    def _lose(self, worker: str, why: str) -> None:
-        self._gangs.lose(worker, why)
+    def _drop_node(self, worker: str, why: str) -> None:
+        self._gangs.drop_node(worker, why)
         self._mark_lost(worker)
 
-    def _tell(self, orders: Mapping[str, Mapping[str, Any]]) -> Fault | None:
+    def _send_orders(self, orders: Mapping[str, Mapping[str, Any]]) -> Fault | None:
         """Send orders to nodes; a node that takes none is lost, and the first one is the fault."""
-        self._ordered |= {each for each, order in orders.items() if order["do"] == "start"}
+        self._started_on |= {each for each, order in orders.items() if order["do"] == "start"}
         unsent = self._nodes.send_all(orders) if orders else {}
         for worker, why in unsent.items():
-            self._lose(worker, why)
+            self._drop_node(worker, why)
         return self._start_fault(next(iter(unsent))) if unsent else None
 
     def _wait_for_nodes(self, missing: Callable[[], set[str]], what: str) -> Fault | None:
         """Wait until no node is ``missing``; return the fault where one is lost or late."""
         until = time.monotonic() + LAUNCH_DEADLINE_S
         while waited := missing():
-            self._hear(TICK_S)
+            self._receive_messages(TICK_S)
             self._gangs.check_cancel()
             if lost := [each for each in self._workers if each not in self._gangs.ready]:
                 return self._start_fault(lost[0])
@@ -421,7 +427,9 @@ class Attempt:
                 )
             if time.monotonic() > until and (waited := missing()):
                 for worker in waited:
-                    self._lose(worker, f"it did not start {what} within {LAUNCH_DEADLINE_S:.0f} s")
+                    self._drop_node(
+                        worker, f"it did not start {what} within {LAUNCH_DEADLINE_S:.0f} s"
+                    )
                 return self._start_fault(min(waited))
         return None
 

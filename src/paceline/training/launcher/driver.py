@@ -24,7 +24,7 @@ from paceline.training.deadlines import Deadlines
 from paceline.training.identity import config_digest, export_directory, training_inputs
 from paceline.training.launcher.admission import admit
 from paceline.training.launcher.gang import GangSupervisor
-from paceline.training.launcher.job_notes import HistoryWriter, JobHistory, read_history
+from paceline.training.launcher.job_history import HistoryWriter, JobHistory, read_history
 from paceline.training.launcher.job_tracker import JobTracker
 from paceline.training.launcher.local import launcher_argv
 from paceline.training.launcher.placement import Assignment, NodePool, with_fewer_ranks
@@ -106,8 +106,8 @@ def run_on_nodes(
     """Run ``job`` on nodes already held; see ``run_job``."""
     ranks = {worker: count for worker, (count, _) in (slots or {}).items()}
     pool = NodePool(workers, job.settings, ranks)
-    with HistoryWriter(job, store) as notes:
-        result = _JobRun(job, pool, gangs, read_history(job, store), notes, on_event).run()
+    with HistoryWriter(job, store) as history_writer:
+        result = _JobRun(job, pool, gangs, read_history(job, store), history_writer, on_event).run()
     result = result.model_copy(update={"accelerators": dict(accelerators or {})})
     store.put_bytes(_result_url(job), canonical_json(result))
     return result
@@ -145,42 +145,42 @@ class _JobRun:
     def __init__(
         self,
         job: TrainJob,
-        roster: NodePool,
+        pool: NodePool,
         gangs: GangSupervisor,
-        before: JobHistory,
-        notes: HistoryWriter,
+        history: JobHistory,
+        history_writer: HistoryWriter,
         on_event: Callable[[RankEvent], None] | None,
     ) -> None:
         self._job = job
         self._gangs = gangs
-        self._before = before
-        self._notes = notes
+        self._history = history
+        self._history_writer = history_writer
         self._on_event = on_event
-        self._roster = roster
+        self._pool = pool
         self._began = time.monotonic()
-        self._account = JobTracker(job, self._began, self._before)
+        self._tracker = JobTracker(job, self._began, self._history)
         self._assignment: Assignment | None = None
-        self._now_running = job
+        self._running_job = job
         self._spares_made = 0
         self._spare_due, self._spare_tries = 0.0, 0
 
     def run(self) -> TrainResult:
         """Run attempts until one succeeds; return the result."""
-        attempt, idle = self._before.attempts, 0  # numbers continue: no stored file is overwritten
+        attempt, idle = self._history.attempts, 0  # numbers continue: no stored file is overwritten
         while True:
             attempt += 1
             outcome = self._attempt(attempt)
             if outcome.ok:
-                return self._account.result(
-                    time.monotonic(), self._roster, self._now_running.settings.ranks
+                return self._tracker.result(
+                    time.monotonic(), self._pool, self._running_job.settings.ranks
                 )
-            progressed = self._account.progressed
-            self._judge(outcome, attempt)
+            progressed = self._tracker.progressed
+            self._record_failure(outcome, attempt)
             idle = 0 if progressed else idle + 1
             if idle > max(MAX_IDLE_ATTEMPTS, self._job.settings.guard.max_restarts):
                 raise TrainingFailed(
                     "attempt after attempt ended before its first step",
-                    got=self._account.reasons(),
+                    got=self._tracker.reasons(),
                     wanted=f"one step within {idle} attempts",
                     where=join_url(self._job.checkpoint_url, self._job.job_id),
                     do="Look at the reasons; the same job id goes on from the newest checkpoint.",
@@ -190,15 +190,15 @@ class _JobRun:
 
     def _attempt(self, attempt: int) -> GangResult:
         assignment = self._assignment = self._assign_ranks()
-        self._account.begin(attempt, assignment.ranks)
+        self._tracker.begin(attempt, assignment.ranks)
         self._spare_due, self._spare_tries = 0.0, 0
-        job = self._now_running = self._job.model_copy(
+        job = self._running_job = self._job.model_copy(
             update={
                 "settings": with_fewer_ranks(self._job.settings, assignment.ranks),
                 "data_readers": data_shares_of(self._job.settings),
-                "skip_batches": tuple(sorted(self._account.skipped)),
-                "failures": self._account.failures,
-                "running_s": self._account.running_s(time.monotonic()),
+                "skip_batches": tuple(sorted(self._tracker.skipped)),
+                "failures": self._tracker.failures,
+                "running_s": self._tracker.running_s(time.monotonic()),
             }
         )
         if assignment.reduced:
@@ -207,7 +207,7 @@ class _JobRun:
                 assignment.ranks,
                 self._job.settings.ranks,
                 len({each.worker_id for each in assignment.members}),
-                len(self._roster.workers),
+                len(self._pool.workers),
             )
         members = [
             replace(each, env=rank_environment(job, each.worker_id)) for each in assignment.members
@@ -221,20 +221,20 @@ class _JobRun:
             return GangResult(ok=False, exit_codes={}, reason=error.one_line())
 
     def _assign_ranks(self) -> Assignment:
-        self._roster.forgive(time.monotonic())
+        self._pool.forget_old_failures(time.monotonic())
         try:
-            return self._roster.assignment(self._gangs.spares)
+            return self._pool.assignment(self._gangs.spares)
         except TrainingFailed:
-            if not self._roster.missing:
+            if not self._pool.missing:
                 raise
             # A Dask worker that died is back within seconds: retry with all nodes, the gang's start
             # waits for them.
-            for each in self._roster.missing:
-                self._roster.returned(each)
-            return self._roster.assignment(self._gangs.spares)
+            for each in self._pool.missing:
+                self._pool.mark_reachable(each)
+            return self._pool.assignment(self._gangs.spares)
 
     def _on_line(self, raw: dict[str, object]) -> None:
-        event = self._account.on_line(raw, time.monotonic())
+        event = self._tracker.on_line(raw, time.monotonic())
         if event is None:
             return
         if event.rank == 0 and event.event == "step":
@@ -253,13 +253,13 @@ class _JobRun:
         # does not cost a new process at every step.
         self._spare_due = now + min(SPARE_BACKOFF_S, 2.0**self._spare_tries)
         self._spare_tries += 1
-        for worker in self._roster.spare_nodes(wanted):
+        for worker in self._pool.spare_nodes(wanted):
             if not self._gangs.restart_node(worker):
                 continue
             self._spares_made += 1
             env = {**rank_environment(self._job, worker), "PACELINE_SPARE": "1"}
             name = f"spare-{self._spares_made}"
-            self._gangs.start_spare(name, worker, env, self._now_running.model_dump_json())
+            self._gangs.start_spare(name, worker, env, self._running_job.model_dump_json())
 
     def _check_returned_nodes(self) -> None:
         """After a checkpoint: restart lost nodes; where one is back, stop the attempt to use it."""
@@ -269,52 +269,52 @@ class _JobRun:
         until = time.monotonic() + RETURN_CHECK_S
         back = [
             each
-            for each in self._roster.missing
+            for each in self._pool.missing
             if time.monotonic() < until and self._gangs.restart_node(each)
         ]
         for each in back:
-            self._roster.returned(each)
+            self._pool.mark_reachable(each)
         if back:
-            self._account.stopping("returned", f"{', '.join(back)} returned")
+            self._tracker.record_stop("returned", f"{', '.join(back)} returned")
             self._gangs.request_stop("nodes returned")
 
-    def _judge(self, outcome: GangResult, attempt: int) -> None:
+    def _record_failure(self, outcome: GangResult, attempt: int) -> None:
         """Record the failure; raises TrainingFailed where another attempt cannot succeed."""
         now = time.monotonic()
         for worker in outcome.preempted:
-            self._roster.preempted_node(worker)
+            self._pool.record_preemption(worker)
         try:
-            counts = self._account.failed(outcome, now, self._keep_stacks(outcome, attempt))
-            self._blame(outcome, now, counts=counts)
+            counts = self._tracker.record_failure(outcome, now, self._keep_stacks(outcome, attempt))
+            self._record_node_failures(outcome, now, counts=counts)
         finally:
-            self._notes.keep_history(self._account.history(now, self._roster))
+            self._history_writer.keep_history(self._tracker.history(now, self._pool))
         if self._on_event is not None:
-            self._on_event(self._account.loss())
-        if self._account.recent > self._job.settings.guard.max_restarts:
+            self._on_event(self._tracker.loss_event())
+        if self._tracker.recent > self._job.settings.guard.max_restarts:
             raise TrainingFailed(
                 "training used up its restarts",
-                got=self._account.reasons(),
+                got=self._tracker.reasons(),
                 wanted=f"at most {self._job.settings.guard.max_restarts} restarts",
                 where=join_url(self._job.checkpoint_url, self._job.job_id),
                 do="Look at the reasons; the last healthy checkpoint is kept, the same job id "
                 "resumes it.",
             )
 
-    def _blame(self, outcome: GangResult, now: float, *, counts: bool) -> None:
+    def _record_node_failures(self, outcome: GangResult, now: float, *, counts: bool) -> None:
         for worker in sorted(outcome.lost - outcome.preempted):  # preempted: not a node failure
-            self._roster.failed(worker, lost=True, now=now)
+            self._pool.record_failure(worker, lost=True, now=now)
         failed = outcome.failed_worker
         if counts and failed is not None and failed not in outcome.lost:
             lost = outcome.failed_rank is not None and (
                 outcome.exit_codes.get(outcome.failed_rank, 0) is None and not outcome.hung
             )
-            self._roster.failed(failed, lost=lost, now=now)
+            self._pool.record_failure(failed, lost=lost, now=now)
 
     def _keep_stacks(self, outcome: GangResult, attempt: int) -> str:
         """Store the stacks of a hung gang; return their URL prefix, "" for other ends."""
         url = ""
         for rank, text in outcome.stderr.items() if outcome.hung else ():
-            url = self._notes.keep_stack(attempt, rank, text)
+            url = self._history_writer.keep_stack(attempt, rank, text)
         return url
 
 

@@ -60,15 +60,15 @@ class ForkServer:
     def __init__(self, run: Callable[[], int], read_fd: int, write_fd: int) -> None:
         self._run = run
         self._in, self._out = read_fd, write_fd
-        self._orders = b""
-        self._waiting = bytearray()
-        self._children = Children(self._say, self._ended)
+        self._input = b""
+        self._unsent = bytearray()
+        self._children = Children(self._send_line, self._ended)
         self._kill_at: float | None = None
         self._port: tuple[str, str, int] | None = None
         self._attempt = 0
         self._grace_s = 30.0
-        self._over = True
-        self._loose = False
+        self._all_ended = True
+        self._independent_ranks = False
         self._closing = False
         self._pid = os.getpid()
         self._parent = os.getppid()
@@ -83,7 +83,7 @@ class ForkServer:
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
-        self._tell("ready", pid=self._pid)
+        self._send_message("ready", pid=self._pid)
         next_beat = time.monotonic() + BEAT_S
         while not (self._closing and not self._children.living("rank")):
             for fd, event in self._ready(wake_read, next_beat):
@@ -99,7 +99,7 @@ class ForkServer:
             now = time.monotonic()
             if now >= next_beat:
                 next_beat = now + BEAT_S
-                self._beat(now)
+                self._send_heartbeat(now)
             if self._kill_at is not None and now >= self._kill_at:
                 self._kill_ranks()
         self._children.end_all()
@@ -112,9 +112,9 @@ class ForkServer:
         poller.register(wake, select.POLLIN)
         if not self._closing:
             poller.register(self._in, select.POLLIN)
-        if self._waiting:
+        if self._unsent:
             poller.register(self._out, select.POLLOUT)
-        if len(self._waiting) < MAX_WAITING_BYTES:
+        if len(self._unsent) < MAX_WAITING_BYTES:
             for fd in self._children.pipes:
                 poller.register(fd, select.POLLIN)
         due = min(next_beat, self._kill_at or next_beat)
@@ -122,9 +122,9 @@ class ForkServer:
 
     def _on_signals(self, numbers: bytes) -> None:
         if signal.SIGTERM in numbers or signal.SIGINT in numbers:
-            self._tell("preempted", reason="the node's launcher got SIGTERM")
+            self._send_message("preempted", reason="the node's launcher got SIGTERM")
             self._closing = True
-            self._ask_to_stop(self._grace_s)
+            self._stop_ranks(self._grace_s)
 
     def _on_orders(self) -> None:
         try:
@@ -135,8 +135,8 @@ class ForkServer:
             self._closing = True
             self._kill_ranks()
             return
-        self._orders += chunk
-        *lines, self._orders = self._orders.split(b"\n")
+        self._input += chunk
+        *lines, self._input = self._input.split(b"\n")
         for line in lines:
             if line.strip():
                 self._execute_order(json.loads(line))
@@ -159,7 +159,7 @@ class ForkServer:
                 self._signal(signal.SIGUSR1)  # the ranks dump their stacks
                 self._kill_at = time.monotonic() + STACKS_S
             else:
-                self._ask_to_stop(float(order["grace_s"]))
+                self._stop_ranks(float(order["grace_s"]))
         elif do == "watch":
             self._grace_s = float(order["grace_s"])
             self._watch(order["preemption"])
@@ -184,10 +184,10 @@ class ForkServer:
             with os.fdopen(read, "rb") as pipe:  # short wait: the child binds and answers at once
                 answer = pipe.read()
             if not answer:
-                self._tell("store", error=f"cannot listen on {host}")
+                self._send_message("store", error=f"cannot listen on {host}")
                 return
             self._port = (host, job, int(answer))
-        self._tell("store", host=host, port=self._port[2])
+        self._send_message("store", host=host, port=self._port[2])
 
     def _start(
         self,
@@ -196,15 +196,15 @@ class ForkServer:
         input: str,
         loose: bool = False,
     ) -> None:
-        self._attempt, self._over, self._kill_at = attempt, False, None
-        self._loose = loose
+        self._attempt, self._all_ended, self._kill_at = attempt, False, None
+        self._independent_ranks = loose
         spares = {each.name: each for each in self._children.living("spare")}
         pids: dict[int, int] = {}
         for each in ranks:
             child = spares.get(each.get("spare") or "")
             if child is not None:
-                place = json.dumps(each["env"]) + "\n" + input + "\n"
-                write_all(child.stdin, place.encode())
+                identity = json.dumps(each["env"]) + "\n" + input + "\n"
+                write_all(child.stdin, identity.encode())
                 child.kind = "rank"
             else:
                 child = self._children.keep(fork("rank", self._run, env=each["env"], text=input))
@@ -214,15 +214,15 @@ class ForkServer:
                 os.close(child.stdin)
                 child.stdin = -1
             pids[child.rank] = child.pid
-        self._tell("started", attempt=attempt, pids=pids)
+        self._send_message("started", attempt=attempt, pids=pids)
 
     def _watch(self, url: str) -> None:
         if url and not self._children.living("preemption"):
             self._children.keep(fork("preemption", lambda: watch_preemption(url)))
 
-    def _ask_to_stop(self, grace_s: float) -> None:
+    def _stop_ranks(self, grace_s: float) -> None:
         self._signal(signal.SIGTERM)
-        self._due(grace_s)
+        self._schedule_kill(grace_s)
 
     def _signal(self, number: int, rank: int | None = None) -> None:
         """Send a signal to one rank, or to all; SIGKILL ends the rank's process group."""
@@ -244,7 +244,7 @@ class ForkServer:
 
     def _ended(self, child: Child) -> None:
         if child.kind == "rank":
-            self._tell(
+            self._send_message(
                 "ended",
                 attempt=child.attempt,
                 rank=child.rank,
@@ -252,41 +252,41 @@ class ForkServer:
                 killed=child.killed and (child.status or 0) < 0,  # False if it exited by itself
                 stderr=child.stderr.decode(errors="replace"),
             )
-            if child.status not in (0, STOPPED) and not self._loose:
-                self._due(PEER_EXIT_S)
+            if child.status not in (0, STOPPED) and not self._independent_ranks:
+                self._schedule_kill(PEER_EXIT_S)
         elif child.kind == "spare":
-            self._tell(
+            self._send_message(
                 "spare",
                 name=child.name,
                 code=child.status,
                 stderr=child.stderr.decode(errors="replace")[-2000:],
             )
         elif child.kind == "preemption" and child.status == 0:
-            self._tell("preempted", reason="the machine's owner takes it back")
-            self._ask_to_stop(self._grace_s)
+            self._send_message("preempted", reason="the machine's owner takes it back")
+            self._stop_ranks(self._grace_s)
         elif child.kind == "preemption" and not self._closing:
-            self._tell("unwatched", code=child.status)
+            self._send_message("unwatched", code=child.status)
         elif child.kind == "store" and not child.killed and not self._closing:
-            self._tell("store", error="the store ended")
-        if not self._children.living("rank") and not self._over:
-            self._over = True
+            self._send_message("store", error="the store ended")
+        if not self._children.living("rank") and not self._all_ended:
+            self._all_ended = True
             self._kill_at = None
             self._children.sweep()
-            self._tell("over", attempt=self._attempt)
+            self._send_message("over", attempt=self._attempt)
 
-    def _due(self, delay_s: float) -> None:
+    def _schedule_kill(self, delay_s: float) -> None:
         due = time.monotonic() + delay_s
         self._kill_at = due if self._kill_at is None else min(due, self._kill_at)
 
     # -- output
 
-    def _beat(self, now: float) -> None:
+    def _send_heartbeat(self, now: float) -> None:
         if os.getppid() != self._parent:
             self._closing = True
             self._kill_ranks()
         ranks = {}
         for child in self._children.living("rank"):
-            if len(self._waiting) >= MAX_WAITING_BYTES:  # pipes are not read now
+            if len(self._unsent) >= MAX_WAITING_BYTES:  # pipes are not read now
                 child.last_output_at = now
             state = child.state
             ranks[child.rank] = {
@@ -300,25 +300,25 @@ class ForkServer:
         spares = {
             each.name: each.state.get("phase", "loading") for each in self._children.living("spare")
         }
-        self._tell("beat", attempt=self._attempt, ranks=ranks, spares=spares)
+        self._send_message("beat", attempt=self._attempt, ranks=ranks, spares=spares)
 
-    def _tell(self, what: str, **data: Any) -> None:
-        self._say(json.dumps({"launcher": what, **data}).encode())
+    def _send_message(self, what: str, **data: Any) -> None:
+        self._send_line(json.dumps({"launcher": what, **data}).encode())
 
-    def _say(self, line: bytes) -> None:
-        self._waiting += line + b"\n"
+    def _send_line(self, line: bytes) -> None:
+        self._unsent += line + b"\n"
         self._flush()
 
     def _flush(self) -> None:
         try:
-            while self._waiting:
-                sent = os.write(self._out, self._waiting)
-                del self._waiting[:sent]
+            while self._unsent:
+                sent = os.write(self._out, self._unsent)
+                del self._unsent[:sent]
         except BlockingIOError:
             return
         except BrokenPipeError:
             self._closing = True
-            self._waiting.clear()
+            self._unsent.clear()
             self._kill_ranks()
 
 

@@ -55,8 +55,8 @@ class GangSupervisor:
         self.ready: set[str] = set()
         self.last_message_at: dict[str, float] = {}
         self.preempted: set[str] = set()
-        self._watch: Mapping[str, Any] | None = None
-        self.asked: str = ""
+        self._watch_order: Mapping[str, Any] | None = None
+        self.stop_reason: str = ""
         self.spares: dict[str, str] = {}  # name → worker
         self.lost: set[str] = set()
         self.lost_reasons: dict[str, str] = {}
@@ -66,7 +66,7 @@ class GangSupervisor:
 
     def watch_for_preemption(self, url: str, grace_s: float) -> None:
         """Make every node's launcher poll ``url`` for preemption notices (see preemption.py)."""
-        self._watch = {"do": "watch", "preemption": url, "grace_s": grace_s}
+        self._watch_order = {"do": "watch", "preemption": url, "grace_s": grace_s}
         self.notice_grace_s = grace_s
 
     def prepare(self, workers: Sequence[str], deadline_s: float = READY_DEADLINE_S) -> set[str]:
@@ -76,7 +76,7 @@ class GangSupervisor:
         Dask worker that died is back within seconds. Where none can be reached (Slurm took the
         allocation back), it first waits ``node_wait_s`` for one. Raises Cancelled.
         """
-        away = [each for each in dict.fromkeys(workers) if each not in self.ready]
+        unreachable = [each for each in dict.fromkeys(workers) if each not in self.ready]
         starting: set[str] = set()
         began = time.monotonic()
         wait_until_s = began + self.node_wait_s
@@ -87,22 +87,22 @@ class GangSupervisor:
             if (passed := now - began) >= deadline_s:
                 break
             settled = starting <= self.ready | self.lost
-            if settled and (not away or passed > RETURN_DEADLINE_S):
+            if settled and (not unreachable or passed > RETURN_DEADLINE_S):
                 break
-            for worker in list(away):
+            for worker in list(unreachable):
                 if self.nodes.start(worker):
-                    away.remove(worker)
+                    unreachable.remove(worker)
                     starting.add(worker)
                     self.lost.discard(worker)
-                self._listen(0.0)  # a slow start must not delay other nodes' messages
+                self._receive_messages(0.0)  # a slow start must not delay other nodes' messages
             self.check_cancel()
-            self._listen(TICK_S)
+            self._receive_messages(TICK_S)
         return self.ready & set(workers)
 
-    def lose(self, worker_id: str, why: str) -> None:
+    def drop_node(self, worker_id: str, why: str) -> None:
         """End the node's launcher and mark the node lost until it is started again."""
         self.nodes.drop(worker_id)
-        self.note(NodeMessage(worker_id, lost=why))
+        self.handle_message(NodeMessage(worker_id, lost=why))
 
     def restart_node(self, worker_id: str) -> bool:
         """Restart a lost node's launcher where possible; return whether the node is ready now."""
@@ -114,7 +114,7 @@ class GangSupervisor:
 
     def request_stop(self, why: str) -> None:
         """Ask the running attempt to save its state and end (from ``on_event``, any thread)."""
-        self.asked = why
+        self.stop_reason = why
 
     def start_spare(self, name: str, worker_id: str, env: Mapping[str, str], text: str) -> None:
         """Start a spare on ``worker_id``: a process that preloads and waits to become a rank."""
@@ -142,32 +142,32 @@ class GangSupervisor:
         """
         ranks = {each.rank: RankState(each) for each in sorted(members, key=lambda m: m.rank)}
         assert ranks and list(ranks) == list(range(len(members))), "ranks count up from 0"
-        self.asked = ""
+        self.stop_reason = ""
         self.preempted.clear()
         kind = ServedAttempt if served else Attempt
-        attempted = kind(self, ranks, attempt, on_event)
+        running = kind(self, ranks, attempt, on_event)
         try:
-            fault = attempted.start(text) or attempted.follow()
+            fault = running.start(text) or running.follow()
         except BaseException:
-            attempted.abandon()
+            running.abandon()
             raise
         found_at = time.monotonic()
         if fault is not None:
-            attempted.end(stacks=fault.hung, grace_s=0.0)
-            found = attempted.find_hung_rank(fault) if fault.hung else attempted.first_failure()
+            running.end(stacks=fault.hung, grace_s=0.0)
+            found = running.find_hung_rank(fault) if fault.hung else running.first_failure()
             fault = found or fault
-        return dataclasses.replace(attempted.result(fault), found_at=found_at)
+        return dataclasses.replace(running.result(fault), found_at=found_at)
 
-    def _listen(self, timeout_s: float) -> None:
+    def _receive_messages(self, timeout_s: float) -> None:
         for message in self.nodes.receive(timeout_s):
-            self.note(message)
+            self.handle_message(message)
 
     def check_cancel(self) -> None:
         """Raise Cancelled where the caller cancelled."""
         if self.cancel is not None and self.cancel.is_set():
             raise Cancelled("cancelled by the caller", where="a gang of ranks")
 
-    def note(self, message: NodeMessageLike) -> str:
+    def handle_message(self, message: NodeMessageLike) -> str:
         """Update the node's state from a message; return the message's kind ("": a rank's line)."""
         worker, line = message.worker_id, message.line
         if message.lost:
@@ -180,8 +180,10 @@ class GangSupervisor:
         kind = str(line.get("launcher", ""))
         if kind == "ready":
             self.ready.add(worker)
-            if self._watch is not None and (why := self.nodes.send_all({worker: self._watch})):
-                self.lose(worker, why[worker])
+            if self._watch_order is not None and (
+                why := self.nodes.send_all({worker: self._watch_order})
+            ):
+                self.drop_node(worker, why[worker])
                 return "lost"
         elif kind == "preempted":
             log.warning("node is taken away worker=%s why=%s", worker, line.get("reason"))

@@ -47,56 +47,60 @@ class NodePool:
         self._settings = settings
         self.failures: Counter[str] = Counter()  # by node
         self._failed_at: dict[str, list[float]] = {}
-        self.left_out: set[str] = set()
-        self.away: set[str] = set()
+        self.excluded: set[str] = set()
+        self.unreachable: set[str] = set()
         each, count = max(1, settings.ranks_per_node), len(self.workers)
-        seats = [self.workers[rank // each % count] for rank in range(settings.ranks)]
+        nodes_of_ranks = [self.workers[rank // each % count] for rank in range(settings.ranks)]
         if ranks:
-            seats = [worker for worker in self.workers for _ in range(ranks[worker])]
+            nodes_of_ranks = [worker for worker in self.workers for _ in range(ranks[worker])]
         # node of each rank while all nodes are available; those left over are for spares
-        self._home = tuple(seats[: settings.ranks])
+        self._home_nodes = tuple(nodes_of_ranks[: settings.ranks])
 
     @property
     def missing(self) -> list[str]:
         """Return the unreachable nodes that are used again once they return."""
-        return [each for each in self.workers if each in self.away and each not in self.left_out]
+        return [
+            each for each in self.workers if each in self.unreachable and each not in self.excluded
+        ]
 
-    def failed(self, worker_id: str, *, lost: bool, now: float = 0.0) -> None:
+    def record_failure(self, worker_id: str, *, lost: bool, now: float = 0.0) -> None:
         """Record a rank's failure on the node, or the node's loss; ``now`` in seconds."""
         self.failures[worker_id] += 1
         known = self._failed_at.setdefault(worker_id, [])
         known[:] = [*(each for each in known if now - each < FAILURE_MEMORY_S), now]
         if lost:
-            self.away.add(worker_id)
+            self.unreachable.add(worker_id)
         if len(known) >= self._settings.guard.failures_per_host:
-            self.left_out.add(worker_id)
-        if not self.good:  # a failing node is better than none
-            self.left_out.clear()
-            self.away.clear()
+            self.excluded.add(worker_id)
+        if not self.usable:  # a failing node is better than none
+            self.excluded.clear()
+            self.unreachable.clear()
 
-    def preempted_node(self, worker_id: str) -> None:
+    def record_preemption(self, worker_id: str) -> None:
         """Record a preemption of the node; it does not count as a failure."""
-        self.away.add(worker_id)
-        if not self.good:
-            self.away.clear()
+        self.unreachable.add(worker_id)
+        if not self.usable:
+            self.unreachable.clear()
 
-    def returned(self, worker_id: str) -> None:
+    def mark_reachable(self, worker_id: str) -> None:
         """Record that the node is reachable again."""
-        self.away.discard(worker_id)
+        self.unreachable.discard(worker_id)
 
-    def forgive(self, now: float) -> None:
+    def forget_old_failures(self, now: float) -> None:
         """Readmit excluded nodes whose failures are old enough to be ignored."""
         most = self._settings.guard.failures_per_host
-        for worker_id in list(self.left_out):
+        for worker_id in list(self.excluded):
             recent = [e for e in self._failed_at.get(worker_id, ()) if now - e < FAILURE_MEMORY_S]
             if len(recent) < most:
-                self.left_out.discard(worker_id)
+                self.excluded.discard(worker_id)
 
     @property
-    def good(self) -> list[str]:
+    def usable(self) -> list[str]:
         """Return the usable nodes: neither excluded nor unreachable."""
         return [
-            each for each in self.workers if each not in self.left_out and each not in self.away
+            each
+            for each in self.workers
+            if each not in self.excluded and each not in self.unreachable
         ]
 
     def assignment(self, spares: Mapping[str, str]) -> Assignment:
@@ -104,9 +108,9 @@ class NodePool:
 
         Raises TrainingFailed where fewer ranks remain than ``guard.min_ranks``.
         """
-        good = self.good
-        waiting = {name: at for name, at in spares.items() if at in good}
-        homes: list[str | None] = [each if each in good else None for each in self._home]
+        usable = self.usable
+        waiting = {name: at for name, at in spares.items() if at in usable}
+        homes: list[str | None] = [each if each in usable else None for each in self._home_nodes]
         free = list(waiting.values())
         homes = [each if each is not None else (free.pop(0) if free else None) for each in homes]
         vacant = homes.count(None)
@@ -115,15 +119,15 @@ class NodePool:
             kept = [each for each in homes if each is not None]
             size = self._size(len(kept), floor)
             return Assignment(_members(kept[:size], waiting), reduced=True)
-        nodes = iter(good[number % len(good)] for number in range(vacant))
+        nodes = iter(usable[number % len(usable)] for number in range(vacant))
         full = [each if each is not None else next(nodes) for each in homes]
         return Assignment(_members(full, waiting), reduced=vacant > 0)
 
     def spare_nodes(self, count: int) -> list[str]:
         """Return nodes for ``count`` spares, those with the fewest ranks first."""
-        good = self.good
-        load = Counter(each for each in self._home if each in good)
-        ordered = sorted(good, key=lambda each: (load[each], -good.index(each)))
+        usable = self.usable
+        load = Counter(each for each in self._home_nodes if each in usable)
+        ordered = sorted(usable, key=lambda each: (load[each], -usable.index(each)))
         return [ordered[number % len(ordered)] for number in range(count)]
 
     def _size(self, available: int, floor: int) -> int:

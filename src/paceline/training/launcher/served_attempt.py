@@ -49,14 +49,14 @@ class ServedAttempt(Attempt):
 
     def follow(self) -> Fault | None:
         """Monitor the ranks until the job is done; return the fault that ended it, if any."""
-        self._looked_at = time.monotonic()
-        while self._busy():
-            self._hear(TICK_S)
+        self._last_check = time.monotonic()
+        while self._running_nodes():
+            self._receive_messages(TICK_S)
             self._drop_silent_node()
             if self._done():
                 self._linger()
                 return None
-            if self._stopping is None:
+            if self._sent_grace_s is None:
                 self._fault = self._loss()
                 if self._fault is not None and not any(self._serves()):
                     self._check_cancel()
@@ -70,7 +70,11 @@ class ServedAttempt(Attempt):
         self._check_cancel()
         if self._done():
             return None
-        return self._fault or self._failed() or Fault(None, "every rank ended before the job did")
+        return (
+            self._fault
+            or self._find_failed_rank()
+            or Fault(None, "every rank ended before the job did")
+        )
 
     def first_failure(self) -> Fault | None:
         """Return None: the fault is determined before the other ranks are ended."""
@@ -79,23 +83,23 @@ class ServedAttempt(Attempt):
     def _serves(self) -> list[RankState]:
         """Return the living ranks that hold the state."""
         found = (self._ranks.get(rank) for rank in range(SERVING))
-        return [each for each in found if each is not None and not each.over]
+        return [each for each in found if each is not None and not each.has_ended]
 
     def _loss(self) -> Fault | None:
         """Return the loss that ends the attempt; remove a lost server whose peer lives."""
         if self._store_lost:
-            lost = next(iter(self._on(self._workers[0])), None)
+            lost = next(iter(self._ranks_on(self._workers[0])), None)
             how = self._store_error or (self._describe_exit(lost) if lost is not None else "")
             return Fault(lost, f"{how}; the gang's store lay there")
         serving = self._serves()
         for rank, each in list(self._ranks.items()):
-            if not each.over:
+            if not each.has_ended:
                 if each.state and self._is_late(each.state):
                     if rank >= SERVING or len(serving) < SERVING:
-                        return self._hung(each)
-                    log.warning("server is killed: %s", self._hung(each).what)
+                        return self._hang_fault(each)
+                    log.warning("server is killed: %s", self._hang_fault(each).what)
                     order = {"do": "signal", "rank": rank, "number": int(signal.SIGKILL)}
-                    self._tell({each.member.worker_id: order})
+                    self._send_orders({each.member.worker_id: order})
             elif each.code not in (0, STOPPED_EXIT):
                 replaceable = each.code is None or each.code < 0 or each.code == TRY_AGAIN_EXIT
                 if rank >= SERVING or not replaceable or not serving:
@@ -106,22 +110,22 @@ class ServedAttempt(Attempt):
                 del self._ranks[rank]
         return None
 
-    def _order(self, mine: list[RankState], text: str) -> dict[str, Any]:
-        order = super()._order(mine, text)
+    def _start_order(self, mine: list[RankState], text: str) -> dict[str, Any]:
+        order = super()._start_order(mine, text)
         for each in order["ranks"]:
             each["env"]["PACELINE_GANG_KEY"] = self._key
         return order | {"loose": True}
 
     def _done(self) -> bool:
         found = (self._ranks.get(rank) for rank in range(SERVING))
-        return any(each is not None and each.over and each.code == 0 for each in found)
+        return any(each is not None and each.has_ended and each.code == 0 for each in found)
 
     def _linger(self) -> None:
         """After the job is done: wait for the other ranks, then end the remaining ones."""
         until = time.monotonic() + LINGER_S
-        while self._busy() and time.monotonic() < until:
-            self._hear(TICK_S)
-        if self._busy():
+        while self._running_nodes() and time.monotonic() < until:
+            self._receive_messages(TICK_S)
+        if self._running_nodes():
             self.end(stacks=False, grace_s=0.0)
 
     @property

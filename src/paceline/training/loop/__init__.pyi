@@ -23,6 +23,7 @@ from .loop import (
     seed_step as seed_step,
     train as train,
 )
+from .model_export import BASE_CARD as BASE_CARD, export_model as export_model
 from .optimizer import (
     LARGEST_SCALE as LARGEST_SCALE,
     LossScale as LossScale,
@@ -49,12 +50,10 @@ from .rank_process import (
     waits_for_peers as waits_for_peers,
 )
 from .rank_setup import (
-    BASE_CARD as BASE_CARD,
     checkpointer_of as checkpointer_of,
     device_of as device_of,
     evaluator_of as evaluator_of,
     exclusive_device as exclusive_device,
-    export_model as export_model,
     exporter_of as exporter_of,
     load_weights as load_weights,
     parallelise_model as parallelise_model,
@@ -71,8 +70,8 @@ from .starting_state import (
 )
 from .step_guard import (
     BadStep as BadStep,
+    StepDecision as StepDecision,
     StepGuard as StepGuard,
-    Verdict as Verdict,
 )
 from .workload import (
     HasLogits as HasLogits,

@@ -81,8 +81,8 @@ class EventWriter:
 
     _phase, _step, _since = "loading", 0, 0.0
 
-    def __init__(self, place: RankIdentity) -> None:
-        self._place = place
+    def __init__(self, identity: RankIdentity) -> None:
+        self._identity = identity
         self._lock = threading.Lock()
         self._since = time.monotonic()
         self._out = sys.stdout
@@ -96,23 +96,23 @@ class EventWriter:
         os.dup2(2, 1)
         sys.stdout = StdoutCapture(self)
 
-    def beat(self) -> None:
+    def start_heartbeats(self) -> None:
         """Start the heartbeat thread."""
         threading.Thread(target=self._send_heartbeats, name="pulse", daemon=True).start()
 
-    def take(self, place: RankIdentity) -> None:
-        """Use ``place`` in all further events (a spare that was assigned a rank)."""
-        self._place = place
+    def take(self, identity: RankIdentity) -> None:
+        """Use ``identity`` in all further events (a spare that was assigned a rank)."""
+        self._identity = identity
 
     def emit(self, event: Any, step: int = 0, **data: object) -> None:
         """Write one event."""
-        place = self._place
+        identity = self._identity
         record = RankEvent(
-            event=event, rank=place.rank, attempt=place.attempt, step=step, data=data
+            event=event, rank=identity.rank, attempt=identity.attempt, step=step, data=data
         )
         self._write(record.model_dump_json())
 
-    def enter(self, phase: str, step: int | None = None) -> None:
+    def set_phase(self, phase: str, step: int | None = None) -> None:
         """Set the current phase; ``step`` records a completed step."""
         self._phase, self._since = phase, time.monotonic()
         if step is not None:
@@ -122,11 +122,11 @@ class EventWriter:
     def phase(self, name: str) -> Iterator[None]:
         """Set the phase for the duration of the ``with``, then restore the previous one."""
         before = self._phase
-        self.enter(name)
+        self.set_phase(name)
         try:
             yield
         finally:
-            self.enter(before)
+            self.set_phase(before)
 
     def _send_heartbeats(self) -> None:
         while True:
@@ -160,7 +160,7 @@ class StdoutCapture(io.TextIOBase):
             *lines, rest = (self._line + text).split("\n")
             self._line = rest[:MAX_PRINTED_CHARACTERS]
             for line in lines:
-                self._tell(line[:MAX_PRINTED_CHARACTERS])
+                self._emit_line(line[:MAX_PRINTED_CHARACTERS])
         return len(text)
 
     def close(self) -> None:
@@ -168,10 +168,10 @@ class StdoutCapture(io.TextIOBase):
         with self._lock:
             rest, self._line = self._line, ""
             if rest:
-                self._tell(rest)
+                self._emit_line(rest)
         super().close()
 
-    def _tell(self, line: str) -> None:
+    def _emit_line(self, line: str) -> None:
         now = self._clock()
         if now - self._since >= 60.0:
             if self._suppressed:
@@ -193,11 +193,11 @@ class QuarantineReporter:
     def __init__(self) -> None:
         self._reported: set[str] = set()
 
-    def any_in(self, quarantined: Collection[str]) -> bool:
+    def has_new(self, quarantined: Collection[str]) -> bool:
         """Return whether ``quarantined`` has unreported entries."""
         return len(quarantined) > len(self._reported)
 
-    def of(self, quarantined: Collection[str]) -> dict[str, Any]:
+    def new_in(self, quarantined: Collection[str]) -> dict[str, Any]:
         """Return event data for the new entries, with reasons if ``quarantined`` is a mapping."""
         why = dict(quarantined) if isinstance(quarantined, Mapping) else {}  # threads add to it
         new = sorted(set(why or quarantined) - self._reported)
@@ -240,25 +240,25 @@ class StepReporter:
         self._progress = progress
         self._rank = rank
         self._stream = stream
-        self._said_at = 0.0
+        self._reported_at = 0.0
         self._alerts = 0
-        self._news = QuarantineReporter()
+        self._quarantine_reporter = QuarantineReporter()
 
     def __call__(self, report: StepReport) -> None:
-        self._events.enter("step", report.step)
+        self._events.set_phase("step", report.step)
         self._exporter.take(report, len(self._stream.quarantined), self._saver.expected_s)
         now = time.monotonic()
-        rare = bool(report.alerts) or self._news.any_in(self._stream.quarantined)
-        if self._rank != 0 and now - self._said_at < FOLLOWER_REPORT_S and not rare:
+        rare = bool(report.alerts) or self._quarantine_reporter.has_new(self._stream.quarantined)
+        if self._rank != 0 and now - self._reported_at < FOLLOWER_REPORT_S and not rare:
             return
-        self._said_at = now
+        self._reported_at = now
         data = report.data() | {
             "waited_s": self._progress.data_wait_s,
             "stalled_s": self._progress.stall_s,
             "checkpoints_put_off": self._saver.postponed,
             "read_bytes": self._store.read_bytes,
         }
-        data |= self._news.of(self._stream.quarantined)
+        data |= self._quarantine_reporter.new_in(self._stream.quarantined)
         if raised := self._saver.alerts[self._alerts :]:
             self._alerts += len(raised)
             data["checkpoint_alerts"] = [each.message for each in raised]

@@ -1,4 +1,4 @@
-"""The training loop: batch, split, accumulate, clip, all-reduce, judge, save, step, report.
+"""The training loop: batch, split, accumulate, clip, all-reduce, check, save, step, report.
 
 It does not depend on a layout, model or file format: ``Parallel`` distributes the work, a
 ``Workload`` defines the task, a ``Checkpointer`` stores states. Randomness is a pure function of
@@ -27,7 +27,7 @@ from paceline.data import Batch, PlannedStream
 from paceline.training.checkpoint import local_of, stateful_of
 from paceline.training.loop.group import Group
 from paceline.training.loop.optimizer import LossScale, apply_gradients, rate_of
-from paceline.training.loop.step_guard import EarlyStopping, StepGuard, Verdict
+from paceline.training.loop.step_guard import EarlyStopping, StepDecision, StepGuard
 from paceline.training.loop.workload import LossSums, Workload, figures_of
 from paceline.training.metrics import AlertChange, StepMetrics, Straggler
 from paceline.training.parallel import Parallel
@@ -53,7 +53,7 @@ def average_replicas(parallel: Parallel) -> None:
         parallel.average()
 
 
-def _together(parallel: Parallel) -> AbstractContextManager[None]:
+def _mean_weights(parallel: Parallel) -> AbstractContextManager[None]:
     return parallel.together() if isinstance(parallel, DivergingReplicas) else nullcontext()
 
 
@@ -86,7 +86,7 @@ class Evaluator:
             self.during(),
             self.open_stream() as stream,
             self.averaged(),
-            _together(parallel),
+            _mean_weights(parallel),
             torch.no_grad(),
         ):
             for _ in range(math.ceil(self.sequences / stream.global_batch)):
@@ -151,7 +151,7 @@ class StepReport:
     loss: float
     grad_norm: float
     learning_rate: float
-    taken: bool = True  # False: the step was skipped, weights unchanged
+    applied: bool = True  # False: the step was skipped, weights unchanged
     figures: dict[str, float] = field(default_factory=dict)  # of this rank, by name
     held_out: dict[str, float] = field(default_factory=dict)  # where this step evaluated
     slow: tuple[Straggler, ...] = ()
@@ -167,7 +167,7 @@ class StepReport:
             **self.figures,
             **self.held_out,
         }
-        if not self.taken:
+        if not self.applied:
             found["step_skipped"] = 1.0
         if self.slow:
             found["stragglers"] = {str(each.rank): round(each.factor, 3) for each in self.slow}
@@ -194,7 +194,7 @@ def train(
     saver: Checkpointer | None = None,
     evaluator: Evaluator | None = None,
     guard: StepGuard | None = None,
-    numbers: StepMetrics | None = None,
+    step_metrics: StepMetrics | None = None,
     on_step: Callable[[StepReport], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Progress:
@@ -206,15 +206,15 @@ def train(
     TrainingFailed where it cannot continue; the weights in memory are invalid after either.
     """
     guard, scaler = guard or StepGuard(settings.guard), LossScale.of(settings)
-    early = _restore(progress, settings, guard, scaler)
+    early_stopping = _restore(progress, settings, guard, scaler)
     if progress.step >= settings.steps or progress.stopped_early:
         return progress
-    numbers = numbers or StepMetrics.of(settings, parallel, group, device)
-    stateful, started, owed = stateful_of(parallel, workload), time.perf_counter(), False
+    step_metrics = step_metrics or StepMetrics.of(settings, parallel, group, device)
+    stateful, started, save_is_due = stateful_of(parallel, workload), time.perf_counter(), False
     while progress.step < settings.steps:
-        for kept in stateful:
-            kept.snapshot()
-        numbers.begin(progress.step + 1, stream.data_wait_s, progress.stall_s)
+        for each_state in stateful:
+            each_state.snapshot()
+        step_metrics.begin(progress.step + 1, stream.data_wait_s, progress.stall_s)
         seed_step(settings.seed, progress.step, parallel.data_rank, device)
         position = stream.position
         batch = stream.next()
@@ -229,31 +229,33 @@ def train(
             not math.isfinite(norm),
             saver is not None and saver.due(progress.step + 1, settings.steps),
         )
-        own, slots = figures_of(workload, parts), numbers.shared(stream.data_wait_s)
-        mine = [float(sums.loss), sums.weight, *map(float, flags), *slots, *own.values()]
-        loss_total, counted, stops, overflows, dues, *rest = group.sums(mine)
+        own, slots = figures_of(workload, parts), step_metrics.shared(stream.data_wait_s)
+        own_sums = [float(sums.loss), sums.weight, *map(float, flags), *slots, *own.values()]
+        loss_total, counted, stops, overflows, dues, *rest = group.sums(own_sums)
         loss = loss_total / counted if counted else 0.0
         norm = math.inf if overflows else norm  # of any rank: local SGD has a norm per replica
 
-        verdict = _judge(guard, scaler, progress.step, batch, loss=loss, norm=norm, counted=counted)
+        decision = _decide_step(
+            guard, scaler, progress.step, batch, loss=loss, norm=norm, counted=counted
+        )
         rate = rate_of(optimizer, progress.step, settings)
-        if verdict is Verdict.TAKE:
-            if saver is not None and owed:
+        if decision is StepDecision.APPLY:
+            if saver is not None and save_is_due:
                 saver.save(progress.step, position, progress.metrics())
-                progress.stall_s, owed = saver.stall_s, False
+                progress.stall_s, save_is_due = saver.stall_s, False
             apply_gradients(optimizer, rate)
         else:
-            for kept in stateful:
-                kept.roll_back()
+            for each_state in stateful:
+                each_state.roll_back()
 
-        _record_step(progress, batch, loss, verdict, stopped=stops > 0)
+        _record_step(progress, batch, loss, decision, stopped=stops > 0)
         # In place: the saver holds the same dict.
         progress.extra.update(_resume_extra(guard, scaler))
         if dues:
-            owed = True
+            save_is_due = True
             average_replicas(parallel)  # all ranks continue from the state that is saved
         progress.data_wait_s = stream.data_wait_s
-        figures = numbers.end(
+        figures = step_metrics.end(
             progress.step,
             batch.global_tokens,
             rest[: len(slots)],
@@ -263,7 +265,7 @@ def train(
         held_out: dict[str, float] = {}
         if evaluator is not None and is_evaluation_step(progress.step, settings):
             held_out = _evaluate(evaluator, parallel, workload, group, device, progress)
-            early.take(progress, settings.steps)
+            early_stopping.record_evaluation(progress, settings.steps)
         progress.seconds = time.perf_counter() - started - progress.evaluate_s
         if on_step is not None:
             on_step(
@@ -272,20 +274,20 @@ def train(
                     loss=loss,
                     grad_norm=norm,
                     learning_rate=rate,
-                    taken=verdict is Verdict.TAKE,
+                    applied=decision is StepDecision.APPLY,
                     figures=_means(own, rest[len(slots) :], counted) | figures,
                     held_out=held_out,
-                    slow=tuple(numbers.slow),
-                    alerts=tuple(numbers.changes(figures)),
+                    slow=tuple(step_metrics.slow),
+                    alerts=tuple(step_metrics.changes(figures)),
                     stopped_early=progress.stopped_early,
                 )
             )
         if progress.stopped or progress.stopped_early:
             break
-    for kept in stateful:
-        kept.snapshot()
-    numbers.close()
-    guard.require_sound(
+    for each_state in stateful:
+        each_state.snapshot()
+    step_metrics.close()
+    guard.require_finite_state(
         group.all(finite_state(parallel.modules, optimizer)),
         step=progress.step - 1,
         batch=batch.step,
@@ -320,7 +322,7 @@ def _means(names: Iterable[str], totals: Sequence[float], counted: float) -> dic
     return {name: each / counted for name, each in zip(names, totals, strict=True) if counted}
 
 
-def _judge(
+def _decide_step(
     guard: StepGuard,
     scaler: LossScale | None,
     step: int,
@@ -329,24 +331,24 @@ def _judge(
     loss: float,
     norm: float,
     counted: float,
-) -> Verdict:
+) -> StepDecision:
     if not counted:  # every sample of the batch is in quarantine
-        return Verdict.SKIP
+        return StepDecision.SKIP
     if scaler and math.isfinite(loss):
         scaler.update(finite=math.isfinite(norm))
         if not math.isfinite(norm):  # fp16 overflow is not a bad batch
-            return Verdict.SKIP
-    return guard.judge(step=step, batch=batch.step, loss=loss, norm=norm)
+            return StepDecision.SKIP
+    return guard.decide(step=step, batch=batch.step, loss=loss, norm=norm)
 
 
 def _record_step(
-    progress: Progress, batch: Batch, loss: float, verdict: Verdict, *, stopped: bool
+    progress: Progress, batch: Batch, loss: float, decision: StepDecision, *, stopped: bool
 ) -> None:
     progress.step += 1
     progress.stopped = stopped
     progress.tokens += int(batch.global_tokens)
     progress.skipped |= set(batch.skipped)
-    if verdict is not Verdict.TAKE:
+    if decision is not StepDecision.APPLY:
         progress.bad_steps += 1
         return
     progress.loss = loss
@@ -376,10 +378,10 @@ def _evaluate(
 
 def _resume_extra(guard: StepGuard, scaler: LossScale | None) -> dict[str, Any]:
     """Return the guard and loss-scale state that a checkpoint stores."""
-    kept: dict[str, Any] = {"guard": guard.state}
+    each_state: dict[str, Any] = {"guard": guard.state}
     if scaler:
-        kept["loss_scale"] = scaler.state
-    return kept
+        each_state["loss_scale"] = scaler.state
+    return each_state
 
 
 def _restore(
@@ -390,6 +392,6 @@ def _restore(
         guard.restore(extra["guard"])
     if scaler and "loss_scale" in extra:
         scaler.restore(extra["loss_scale"])
-    early = EarlyStopping(settings, extra)
-    progress.stopped_early = early.reason
-    return early
+    early_stopping = EarlyStopping(settings, extra)
+    progress.stopped_early = early_stopping.reason
+    return early_stopping

@@ -58,7 +58,7 @@ def as_rank(work: Callable[[RankIdentity, EventWriter, StopFlag], int]) -> int:
     place = RankIdentity.from_environment()
     events = EventWriter(place)
     events.capture_stdout()
-    events.beat()
+    events.start_heartbeats()
     try:
         return work(place, events, stop)
     except PacelineError as error:
@@ -132,11 +132,11 @@ def wait_for_assignment(job: TrainJob, events: EventWriter) -> tuple[RankIdentit
     """Preload as a spare, then block until a rank is assigned; return identity and job."""
     place = RankIdentity.from_environment()
     load(job, place.worker_id, place.rank).cache.close()  # verifies and fills this node's caches
-    events.enter("spare")
+    events.set_phase("spare")
     os.environ.update(json.loads(_line()))
     place = RankIdentity.from_environment()
     events.take(place)
-    events.enter("loading")
+    events.set_phase("loading")
     return place, TrainJob.model_validate_json(_line())
 
 
@@ -151,7 +151,7 @@ def _line() -> str:
 def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: StopFlag) -> int:
     """Train as rank ``place`` of ``job``; return the exit code."""
     from paceline.training.checkpoint import TrainState
-    from paceline.training.loop import rank_setup as setup
+    from paceline.training.loop import model_export, rank_setup as setup
     from paceline.training.loop.loop import average_replicas, train
     from paceline.training.loop.step_guard import StepGuard
     from paceline.training.parallel import MeshSpec, is_asynchronous, open_mesh
@@ -160,58 +160,60 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
     settings = job.settings
     environment = current_environment(settings.threads_per_rank)
     with contextlib.ExitStack() as stack:
-        its = load(job, place.worker_id, place.rank)
-        stack.enter_context(its.cache)
+        rank_context = load(job, place.worker_id, place.rank)
+        stack.enter_context(rank_context.cache)
         if is_asynchronous(settings):
             from paceline.training.strategies import run_role
 
-            return run_role(its, place, events, stop)
-        events.enter("joining")
+            return run_role(rank_context, place, events, stop)
+        events.set_phase("joining")
         # Longer than any step: the launcher detects and names a hung rank first, and a rank that
         # verifies a checkpoint more slowly than the others does not time out.
         limit_s = sum(map(Deadlines.of_job(job).of, ("first step", "step")))
         group = stack.enter_context(join_gang(place, limit_s))
         device = setup.exclusive_device()
         mesh = open_mesh(MeshSpec.of(settings.mesh, place.world_size), device.type)
-        parallel, follow = setup.parallelise_model(its, mesh)
-        optimizer, average = setup.optimizer_of(its, parallel)
+        parallel, follow = setup.parallelise_model(rank_context, mesh)
+        optimizer, average = setup.optimizer_of(rank_context, parallel)
 
         state = TrainState(
             parallel.modules,
             optimizer,
             group,
             mesh,
-            keeps=stateful_of(parallel, its.workload),
+            keeps=stateful_of(parallel, rank_context.workload),
             averages=average.values,
-            without_frozen=its.adapters is not None,
+            without_frozen=rank_context.adapters is not None,
         )
-        events.enter("resuming")
-        progress, position = setup.restore_checkpoint(its, state, events)
+        events.set_phase("resuming")
+        progress, position = setup.restore_checkpoint(rank_context, state, events)
         state.extra = progress.extra
         if state.without_frozen:
             state.extra["base_manifest_digest"] = job.manifest_digest
         resumed_from = progress.step
         follow(optimizer, progress.step)
-        exporter = stack.enter_context(setup.exporter_of(its, place.rank))
+        exporter = stack.enter_context(setup.exporter_of(rank_context, place.rank))
         events.emit(
             "resumed",
             progress.step,
             position=position,
             metrics_port=exporter.port,
-            read_bytes=its.store.read_bytes,
+            read_bytes=rank_context.store.read_bytes,
         )
 
-        checkpointer = setup.checkpointer_of(its, state, environment)
+        checkpointer = setup.checkpointer_of(rank_context, state, environment)
         stack.callback(checkpointer.close)
-        stream = stack.enter_context(its.stream(mesh.data_rank, mesh.data_world, position))
+        stream = stack.enter_context(rank_context.stream(mesh.data_rank, mesh.data_world, position))
         step_reporter = StepReporter(
-            events, checkpointer, progress, place.rank, stream, exporter, its.store
+            events, checkpointer, progress, place.rank, stream, exporter, rank_context.store
         )
         stop.listening = True
-        events.enter("first step", progress.step)  # slower: it builds buckets and fetches shards
+        events.set_phase(
+            "first step", progress.step
+        )  # slower: it builds buckets and fetches shards
         train(
             parallel,
-            its.workload,
+            rank_context.workload,
             optimizer,
             stream,
             settings,
@@ -220,10 +222,12 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
             device=device,
             saver=checkpointer,
             evaluator=setup.evaluator_of(
-                its, mesh, lambda: events.phase("evaluating"), average.applied
+                rank_context, mesh, lambda: events.phase("evaluating"), average.applied
             ),
             guard=StepGuard(settings.guard, bad=len(job.skip_batches)),
-            numbers=setup.metrics_of(its, parallel, group, device, place.rank, events),
+            step_metrics=setup.metrics_of(
+                rank_context, parallel, group, device, place.rank, events
+            ),
             on_step=step_reporter,
             should_stop=stop,
         )
@@ -238,10 +242,12 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
             return STOPPED_EXIT
 
         with events.phase("exporting"):
-            exported = setup.export_trained(its, state, progress, place.rank, average.applied)
+            exported = model_export.export_trained(
+                rank_context, state, progress, place.rank, average.applied
+            )
         if place.rank == 0:
             done = setup.result_of(
-                its,
+                rank_context,
                 progress,
                 checkpointer,
                 resumed_from=resumed_from,

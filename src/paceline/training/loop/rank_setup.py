@@ -8,43 +8,26 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from paceline.data import template_config, tokenizer_file
 from paceline.data.loading import tokens_seen
 from paceline.errors import InvalidInput, PacelineError, TrainingFailed
 from paceline.models import (
-    CARD_FILE,
-    CONFIG_FILE,
-    TOKENIZER_CONFIG_FILE,
-    TOKENIZER_FILE,
     Adapters,
     Pretrained,
     SavedTransformer,
-    Transformer,
-    UserCodeConfig,
     base_name,
-    card_text,
-    exported,
-    merge_adapters,
     not_finite,
-    read_card,
     set_magnitudes,
-    weights_digest,
     without_adapters,
-    write_program,
 )
 from paceline.storage import join_url
-from paceline.system import write_durably
 from paceline.training.checkpoint import (
     Checkpointer,
     Commit,
@@ -52,28 +35,23 @@ from paceline.training.checkpoint import (
     TrainState,
     box_of,
     clean,
-    export,
     local_of,
-    restore_best,
     resume_newest_healthy,
 )
 from paceline.training.deadlines import Deadlines
-from paceline.training.identity import code_version, export_directory
+from paceline.training.identity import code_version
 from paceline.training.interval import FailureCount
 from paceline.training.loop.event_writer import EventWriter
 from paceline.training.loop.group import Group
-from paceline.training.loop.loop import Evaluator, Progress, is_evaluation_step
+from paceline.training.loop.loop import Evaluator, Progress
+from paceline.training.loop.model_export import require_exportable
 from paceline.training.loop.optimizer import WeightAverage, new_optimizer
 from paceline.training.loop.preferences import Preferences
 from paceline.training.loop.starting_state import RankContext
-from paceline.training.loop.step_guard import EarlyStopping
 from paceline.training.loop.workload import Inputs
 from paceline.training.metrics import Exporter, StepMetrics, Tracer, TraceUploader
 from paceline.training.parallel import Mesh, Parallel, parallelise
-from paceline.training.user_code import task_of
 
-ADAPTER = "adapter"  # directory beside the export
-BASE_CARD = "base-README.md"  # in the state directory of a training on one machine; may be empty
 TRACE_REQUEST = "trace"  # file in the state directory; touching it profiles the next step
 
 
@@ -104,40 +82,44 @@ def exclusive_device() -> torch.device:
     return device
 
 
-def parallelise_model(its: RankContext, mesh: Mesh) -> tuple[Parallel, Any]:
+def parallelise_model(rank_context: RankContext, mesh: Mesh) -> tuple[Parallel, Any]:
     """Return the parallelised model, and a function ``(optimizer, step)`` to call after resuming.
 
     The function attaches the optimiser to local SGD; otherwise it does nothing.
     """
-    settings = its.job.settings
+    settings = rank_context.job.settings
     if mesh.rank == 0:
-        _require_exportable(its)
+        require_exportable(rank_context)
     if settings.synchrony.kind == "local-sgd":
         from paceline.training.strategies.local_sgd import local_sgd
 
-        averaged = local_sgd(its.model, mesh, settings, its.workload)
+        averaged = local_sgd(rank_context.model, mesh, settings, rank_context.workload)
         return averaged, averaged.follow
     # before the model is consumed; without values, or a user's own
-    base = copy.deepcopy(its.model) if settings.dpo and its.adapters is None else None
-    parallel = parallelise(its.model, mesh, settings, its.workload)
-    if its.saved is not None:
-        load_weights(its.saved, parallel, its.adapters)
-    if isinstance(its.workload, Preferences):
-        its.workload.reference = _reference(its, parallel, base, mesh)
+    base = (
+        copy.deepcopy(rank_context.model)
+        if settings.dpo and rank_context.adapters is None
+        else None
+    )
+    parallel = parallelise(rank_context.model, mesh, settings, rank_context.workload)
+    if rank_context.saved is not None:
+        load_weights(rank_context.saved, parallel, rank_context.adapters)
+    if isinstance(rank_context.workload, Preferences):
+        rank_context.workload.reference = _reference(rank_context, parallel, base, mesh)
     return parallel, lambda *_: None
 
 
 def optimizer_of(
-    its: RankContext, parallel: Parallel
+    rank_context: RankContext, parallel: Parallel
 ) -> tuple[torch.optim.Optimizer, WeightAverage]:
     """Return the optimiser, and the moving average of the weights, empty where it is off."""
-    settings = its.job.settings
-    optimizer = new_optimizer(parallel.modules, settings, its.make_optimizer)
+    settings = rank_context.job.settings
+    optimizer = new_optimizer(parallel.modules, settings, rank_context.make_optimizer)
     return optimizer, WeightAverage(optimizer, settings.ema)
 
 
 def _reference(
-    its: RankContext, parallel: Parallel, base: nn.Module | None, mesh: Mesh
+    rank_context: RankContext, parallel: Parallel, base: nn.Module | None, mesh: Mesh
 ) -> Callable[[Inputs], Tensor]:
     """Return the function that gives rows their log-probabilities under ``base``, which is spread
     as the model is; None: under the model without its adapters."""
@@ -150,9 +132,11 @@ def _reference(
 
         return without
     base.requires_grad_(False)
-    frozen = parallelise(base, mesh, its.job.settings, its.workload, is_frozen=True)
-    if its.saved is not None:
-        load_weights(its.saved, frozen)
+    frozen = parallelise(
+        base, mesh, rank_context.job.settings, rank_context.workload, is_frozen=True
+    )
+    if rank_context.saved is not None:
+        load_weights(rank_context.saved, frozen)
     return lambda inputs: frozen.evaluate(inputs).loss
 
 
@@ -186,20 +170,20 @@ def load_weights(
 
 
 def evaluator_of(
-    its: RankContext,
+    rank_context: RankContext,
     mesh: Mesh,
     during: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     averaged: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> Evaluator | None:
     """Return the evaluator over this rank's held-out share; None where evaluation is off."""
-    settings = its.job.settings
+    settings = rank_context.job.settings
     if not settings.evaluate_every_steps:
         return None
-    held_out = its.snapshot.of_split("held-out")
+    held_out = rank_context.snapshot.of_split("held-out")
     tokens = sum(each.tokens for each in held_out)
     text_bytes = sum(each.text_bytes for each in held_out)
     return Evaluator(
-        lambda: its.held_out_stream(mesh.data_rank, mesh.data_world),
+        lambda: rank_context.held_out_stream(mesh.data_rank, mesh.data_world),
         settings.evaluate_sequences,
         settings.accumulation,
         text_bytes / tokens if tokens and text_bytes and not settings.dpo else None,
@@ -209,7 +193,7 @@ def evaluator_of(
 
 
 def metrics_of(
-    its: RankContext,
+    rank_context: RankContext,
     parallel: Parallel,
     group: Group,
     device: torch.device,
@@ -217,37 +201,50 @@ def metrics_of(
     events: EventWriter,
 ) -> StepMetrics:
     """Return this rank's step metrics, with a profiler (``tracer_of``)."""
-    tracer = tracer_of(its, device, rank, uploaded_traces(its, events))
-    seen = tokens_seen(its.job.data, its.snapshot.of_split("train"), its.context)
+    tracer = tracer_of(rank_context, device, rank, uploaded_traces(rank_context, events))
+    seen = tokens_seen(
+        rank_context.job.data, rank_context.snapshot.of_split("train"), rank_context.context
+    )
     return StepMetrics.of(
-        its.job.settings, parallel, group, device, config=its.config, seen=seen, tracer=tracer
+        rank_context.job.settings,
+        parallel,
+        group,
+        device,
+        config=rank_context.config,
+        seen=seen,
+        tracer=tracer,
     )
 
 
 def tracer_of(
-    its: RankContext, device: torch.device, rank: int, on_trace: Callable[[int, Path], None]
+    rank_context: RankContext,
+    device: torch.device,
+    rank: int,
+    on_trace: Callable[[int, Path], None],
 ) -> Tracer:
     """Return a profiler for the job's ``profile_steps``, and for the next step after each touch of
     ``<state>/trace``."""
     return Tracer(
-        its.job.settings.profile_steps,
-        its.work_dir / "traces",
+        rank_context.job.settings.profile_steps,
+        rank_context.work_dir / "traces",
         rank,
         on_trace,
         cuda=device.type == "cuda",
-        request=its.runtime.state_dir / TRACE_REQUEST,
+        request=rank_context.runtime.state_dir / TRACE_REQUEST,
     )
 
 
-def uploaded_traces(its: RankContext, events: EventWriter) -> TraceUploader:
+def uploaded_traces(rank_context: RankContext, events: EventWriter) -> TraceUploader:
     """Return a callback that uploads traces beside the checkpoints and emits "trace" events."""
-    url = join_url(its.job.checkpoint_url, its.job.job_id, "traces")
-    return TraceUploader(its.store, url, lambda step, where: events.emit("trace", step, url=where))
+    url = join_url(rank_context.job.checkpoint_url, rank_context.job.job_id, "traces")
+    return TraceUploader(
+        rank_context.store, url, lambda step, where: events.emit("trace", step, url=where)
+    )
 
 
-def exporter_of(its: RankContext, rank: int) -> Exporter:
+def exporter_of(rank_context: RankContext, rank: int) -> Exporter:
     """Return this rank's Prometheus exporter, with its target file below the state directory."""
-    job, targets = its.job, its.runtime.state_dir / "metrics" / "targets"
+    job, targets = rank_context.job, rank_context.runtime.state_dir / "metrics" / "targets"
     return Exporter(
         {"job_id": job.job_id, "rank": str(rank)},
         targets,
@@ -256,7 +253,7 @@ def exporter_of(its: RankContext, rank: int) -> Exporter:
 
 
 def restore_checkpoint(
-    its: RankContext, state: TrainState, events: EventWriter
+    rank_context: RankContext, state: TrainState, events: EventWriter
 ) -> tuple[Progress, dict[str, Any] | None]:
     """Restore the newest healthy checkpoint, if any; return progress and data position.
 
@@ -268,13 +265,15 @@ def restore_checkpoint(
             generations,
             state,
             config_digest=digest,
-            work_dir=its.work_dir,
+            work_dir=rank_context.work_dir,
             on_rejected=lambda step, why: events.emit("checkpoint", step, rejected=True, why=why),
         )
 
-    restored = restored_from(its.generations, its.config_digest)
-    if restored is None and (begun := its.job.continues) is not None:
-        earlier = Generations(its.store, join_url(its.job.checkpoint_url, begun.job_id))
+    restored = restored_from(rank_context.generations, rank_context.config_digest)
+    if restored is None and (begun := rank_context.job.continues) is not None:
+        earlier = Generations(
+            rank_context.store, join_url(rank_context.job.checkpoint_url, begun.job_id)
+        )
         restored = restored_from(earlier, begun.config_digest)
         if restored is None or restored.step != begun.step:
             raise TrainingFailed(
@@ -291,16 +290,16 @@ def restore_checkpoint(
 
 
 def checkpointer_of(
-    its: RankContext, state: TrainState, environment: dict[str, Any]
+    rank_context: RankContext, state: TrainState, environment: dict[str, Any]
 ) -> Checkpointer:
     """Return the checkpointer of ``state`` per the job's settings; the caller closes it."""
-    job = its.job
+    job = rank_context.job
     return Checkpointer(
-        its.generations,
+        rank_context.generations,
         state,
         job.settings.checkpoints,
         job_id=job.job_id,
-        config_digest=its.config_digest,
+        config_digest=rank_context.config_digest,
         code_version=code_version(),
         environment=environment,
         failures=FailureCount(job.failures, job.running_s),
@@ -327,163 +326,8 @@ def save_last(saver: Any, progress: Progress, position: dict[str, Any], events: 
     return 0
 
 
-def export_trained(
-    its: RankContext,
-    state: TrainState,
-    progress: Progress,
-    rank: int,
-    averaged: Callable[[], contextlib.AbstractContextManager[object]],
-) -> dict[str, Any]:
-    """Do what ``export_model`` does with the ``averaged`` weights of the last step or, where early
-    stopping ended the training and the best evaluated checkpoint is kept, of that one.
-
-    Its step is added as ``exported_step``, else None; ``progress`` gets its evaluation.
-    """
-    best = _restore_best(its, state, progress)
-    with averaged():
-        found = export_model(its, state, rank, progress.step if best is None else best)
-    return found | {"exported_step": best}
-
-
-def _restore_best(its: RankContext, state: TrainState, progress: Progress) -> int | None:
-    """Return the step of the checkpoint that is restored; None where ``state`` is unchanged."""
-    best = EarlyStopping.best_of(progress)
-    if best is None:
-        return None
-    restored = restore_best(
-        its.generations,
-        state,
-        config_digest=its.config_digest,
-        work_dir=its.work_dir,
-        evaluated=lambda step: is_evaluation_step(step, its.job.settings),
-        best=best,
-    )
-    if restored is None:
-        return None
-    progress.held_out = Progress.at(restored.step, restored.metrics).held_out
-    return restored.step
-
-
-def export_model(its: RankContext, state: TrainState, rank: int, steps: int) -> dict[str, Any]:
-    """Export and upload the whole model with its card (a collective call); return URL and digest
-    on rank 0, {} elsewhere."""
-    directory = its.work_dir / "export"
-    shutil.rmtree(directory, ignore_errors=True)
-    named = its.job.settings.export_dtype
-    dtype = None if named == "base" else getattr(torch, named)
-    adapters, whole = _merged(its, state), replace(state, without_frozen=False)
-    file_bytes = its.job.settings.export_file_bytes
-    ways: dict[str, Any] = {"pretrained": its.pretrained, "dtype": dtype, "file_bytes": file_bytes}
-    export(whole, its.config, directory, **ways)
-    if rank != 0:
-        return {}
-    if its.job.settings.code_ref:
-        write_durably(directory / CONFIG_FILE, _user_code_config(its), 0o666)
-    if its.pretrained is None and (file := tokenizer_file(its.snapshot, its.store)):
-        write_durably(directory / TOKENIZER_FILE, file, 0o666)
-        if its.snapshot.is_masked and (config := template_config(its.snapshot, its.store)):
-            write_durably(directory / TOKENIZER_CONFIG_FILE, config, 0o666)
-    program = {}
-    if its.job.settings.export_program:
-        program = {"program": write_program(directory).model_dump()}
-    url = join_url(its.job.checkpoint_url, its.job.job_id, export_directory(its.job.settings))
-    digest = weights_digest(directory)
-    card = _card(its, steps, digest).encode()
-    write_durably(directory / CARD_FILE, card, 0o666)
-    if its.adapters is not None:
-        _upload_adapters(its, adapters, card)
-    for path in sorted(directory.iterdir()):
-        its.store.upload_file(path, join_url(url, path.name))
-    shutil.rmtree(directory, ignore_errors=True)
-    return {"export_url": url, "weights_digest": digest, **program}
-
-
-def _card(its: RankContext, steps: int, digest: str) -> str:
-    """Return the card of the export; it does not follow from the layout of the ranks."""
-    from paceline.manifest import directory_name
-
-    job, code_ref = its.job, its.job.settings.code_ref
-    beside = its.runtime.state_dir / BASE_CARD
-    is_alone = beside.exists()  # then the base has no name
-    base = f"manifest `{job.manifest_digest}`"
-    held = its.node / "store/models" / directory_name(job.model_id) / job.version
-    rows = {
-        "model": f"`{code_ref}`",
-        "base model": base if is_alone else f"{job.model_id} {job.version}, {base}",
-        "data": its.snapshot.in_words,
-        "job": f"`{job.job_id}`, {steps} steps",
-        "configuration": f"`{its.config_digest}`",
-        "code": f"`{code_version()}`",
-        "weights": f"`{digest}`",
-    }
-    del rows["base model" if code_ref else "model"]
-    where = ("OUTPUT", "With the directory that was its `--output`:")
-    title = f"{job.model_id}, trained from version {job.version}"
-    return card_text(
-        "Trained on one machine" if is_alone else title,
-        rows,
-        ["Not judged."],
-        *(where if is_alone else (job.job_id,)),
-        base_card=read_card(held / CARD_FILE, beside),
-        base_model="" if is_alone else job.model_id,
-        is_pretrained=its.pretrained is not None,
-    )
-
-
-def _require_exportable(its: RankContext) -> None:
-    """Raise InvalidInput where the job asks for a program that its model does not have."""
-    if its.job.settings.export_program:
-        if its.pretrained is not None:
-            exported(its.pretrained.build(), its.pretrained.longest_context)
-        elif its.config is not None:
-            with torch.device("meta"):
-                exported(Transformer(its.config), its.config.context)
-
-
-def _user_code_config(its: RankContext) -> bytes:
-    vocabulary = its.snapshot.vocabulary
-    task = task_of(its.job, its.runtime.profile, vocabulary.vocab_size)
-    config = UserCodeConfig(
-        code_ref=its.job.settings.code_ref,
-        seed=task.seed,
-        parameters=task.parameters,
-        max_position_embeddings=task.context,
-        vocab_size=task.vocabulary,
-        bos_token_id=vocabulary.separator,
-        tokenizer_digest=vocabulary.sha256 or "",
-    )
-    return f"{config.model_dump_json(indent=2)}\n".encode()
-
-
-def _merged(its: RankContext, state: TrainState) -> dict[str, Tensor]:
-    """Merge the adapters, if any, into the model; return them whole, on every rank."""
-    if its.adapters is None:
-        return {}
-    whole = {
-        name: each.full_tensor() if isinstance(each, DTensor) else each
-        for name, each in state.parameters()
-        if name in its.adapters.initial
-    }
-    for module in state.modules:
-        merge_adapters(module)
-    return {name: each.detach().cpu() for name, each in whole.items()}
-
-
-def _upload_adapters(its: RankContext, tensors: Mapping[str, Tensor], card: bytes) -> None:
-    """Upload the trained adapters in peft's layout with the export's card, beside the export."""
-    assert its.adapters is not None
-    directory, job = its.work_dir / ADAPTER, its.job
-    directory.mkdir(exist_ok=True)
-    its.adapters.write(tensors, directory, job.model_id, job.manifest_digest)
-    write_durably(directory / CARD_FILE, card, 0o666)
-    for path in sorted(directory.iterdir()):
-        url = join_url(job.checkpoint_url, job.job_id, ADAPTER, path.name)
-        its.store.upload_file(path, url)
-    shutil.rmtree(directory)
-
-
 def result_of(
-    its: RankContext,
+    rank_context: RankContext,
     progress: Progress,
     saver: Checkpointer,
     *,
@@ -493,7 +337,7 @@ def result_of(
 ) -> dict[str, Any]:
     """Return the data of rank 0's "result" event, except the export's URL and digest."""
     steps = progress.step - resumed_from
-    shards = its.snapshot.of_split("train")
+    shards = rank_context.snapshot.of_split("train")
     return {
         "steps": progress.step,
         "resumed_from_step": resumed_from,
@@ -505,7 +349,9 @@ def result_of(
         "final_loss": progress.loss,
         "held_out": progress.held_out,
         "stopped_early": progress.stopped_early or None,
-        "ema_decay": None if its.job.settings.ema is None else its.job.settings.ema.decay,
+        "ema_decay": None
+        if rank_context.job.settings.ema is None
+        else rank_context.job.settings.ema.decay,
         "deterministic": None if torch.are_deterministic_algorithms_enabled() else False,
         "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else 0.0,
         "data_wait_share": progress.share(progress.data_wait_s),
@@ -513,7 +359,7 @@ def result_of(
         "checkpoints": [each.model_dump() for each in saver.kept()],
         "checkpoints_put_off": saver.postponed,
         "quarantined_shards": sorted(quarantined),
-        "config_digest": its.config_digest,
+        "config_digest": rank_context.config_digest,
         "code_version": code_version(),
         "environment": environment,
     }

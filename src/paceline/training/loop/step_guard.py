@@ -1,10 +1,11 @@
 """Detection of bad steps (not finite, or a loss far above the recent median), and early stopping.
 
 ``StepGuard`` checks the global loss and gradient norm of each step BEFORE the optimiser uses them.
-The values are the same on every rank, so all ranks decide alike without communication: take, skip
-(weights unchanged), roll back (``BadStep``: resume the last healthy checkpoint and skip this batch)
-or stop. The number of bad steps is bounded. ``EarlyStopping`` ends a training whose held-out loss
-no longer falls. Pure; imports no torch, reads no clock.
+The values are the same on every rank, so all ranks decide alike without communication: apply, skip
+(weights unchanged), roll back (``BadStep``: the launcher's driver ends the attempt, and the next
+one resumes the last healthy checkpoint and skips this batch) or stop. The number of bad steps is
+bounded. ``EarlyStopping`` ends a training whose held-out loss no longer falls. Pure; imports no
+torch, reads no clock.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ def _bad_step(step: int, batch: int, reason: Reason, loss: float, norm: float) -
     return BadStep(step=step, batch=batch, reason=reason, loss=loss, norm=norm)
 
 
-class Verdict(Enum):
-    """Whether the loop applies or skips a step."""
+class StepDecision(Enum):
+    """Whether the optimiser applies a step or the loop skips it."""
 
-    TAKE = "take"
+    APPLY = "take"
     SKIP = "skip"
 
 
@@ -74,7 +75,7 @@ class StepGuard:
     def __post_init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=self.settings.spike_window)
 
-    def judge(self, *, step: int, batch: int, loss: float, norm: float) -> Verdict:
+    def decide(self, *, step: int, batch: int, loss: float, norm: float) -> StepDecision:
         """Return what to do with a step, given its global loss and gradient norm.
 
         Raises BadStep where the job must roll back, TrainingFailed where it must stop or has more
@@ -83,21 +84,21 @@ class StepGuard:
         reason = self._reason(loss, norm)
         if reason is None:
             self._recent.append(loss)
-            return Verdict.TAKE
+            return StepDecision.APPLY
         self.bad += 1
         if self.settings.on_bad_step == "stop" or self.bad > self.settings.max_bad_steps:
             raise self._failed(step, batch, reason, loss, norm)
         if self.settings.on_bad_step == "roll-back":
             raise BadStep(step=step, batch=batch, reason=reason, loss=loss, norm=norm)
-        return Verdict.SKIP
+        return StepDecision.SKIP
 
-    def require_sound(self, sound: bool, *, step: int, batch: int) -> None:
-        """Raise unless ``sound``: weights and optimiser moments are finite on every rank.
+    def require_finite_state(self, is_finite: bool, *, step: int, batch: int) -> None:
+        """Raise unless ``is_finite``: weights and optimiser moments are finite on every rank.
 
-        For the final state, which no further batch checks. Raises like ``judge``, but never skips:
+        For the final state, which no further batch checks. Raises like ``decide``, but never skips:
         the weights are already damaged.
         """
-        if sound:
+        if is_finite:
             return
         self.bad += 1
         if self.settings.on_bad_step == "stop" or self.bad > self.settings.max_bad_steps:
@@ -156,12 +157,9 @@ def spike_limit(recent: Iterable[float], settings: GuardSettings) -> float:
     return max(settings.spike_factor * middle, middle + SPIKE_DEVIATIONS * spread)
 
 
-if TYPE_CHECKING:
-    from paceline.training.loop.loop import Progress
-
 STATE = "early_stopping"  # key in a checkpoint's extra state
-# A continuation with other ones counts anew.
-_COUNTS_FOR = {
+# The count starts at 0 again where a continued training has another value of one of these settings.
+_COUNTING_SETTINGS = {
     "steps",
     "learning_rate",
     "schedule",
@@ -182,22 +180,22 @@ class EarlyStopping:
     def __init__(self, settings: TrainingSettings, extra: Mapping[str, Any]) -> None:
         """``extra`` is the extra state of the checkpoint that training goes on from."""
         self._settings = settings.early_stopping
-        self._counts_for = settings.model_dump(mode="json", include=_COUNTS_FOR)
+        self._counts_for = settings.model_dump(mode="json", include=_COUNTING_SETTINGS)
         self._best: float | None = None
-        self._best_step = self._waited = 0
+        self._best_step = self._evaluations_without_gain = 0
         state = extra.get(STATE)
         if state is not None and state["counts_for"] == self._counts_for:
             self._best, self._best_step = state["best"], state["best_step"]
-            self._waited = state["waited"]
+            self._evaluations_without_gain = state["waited"]
 
     @property
     def reason(self) -> str:
         """Return why training ends now; "" where it goes on."""
-        if self._settings is None or self._waited < self._settings.patience:
+        if self._settings is None or self._evaluations_without_gain < self._settings.patience:
             return ""
         best = "no finite loss" if self._best is None else f"{self._best:.4f} nats"
         return (
-            f"the held-out loss has not fallen in {self._waited} evaluations "
+            f"the held-out loss has not fallen in {self._evaluations_without_gain} evaluations "
             f"(best: {best} at step {self._best_step})"
         )
 
@@ -207,20 +205,20 @@ class EarlyStopping:
         best: float | None = progress.extra[STATE]["best"] if progress.stopped_early else None
         return best
 
-    def take(self, progress: Progress, steps: int) -> None:
+    def record_evaluation(self, progress: Progress, steps: int) -> None:
         """Count ``progress``'s latest evaluation, and set its state and whether it ends before
         ``steps``. A loss of NaN is no best."""
         if self._settings is None:
             return
         loss = progress.held_out["held_out_loss"]  # nats a token
         if loss < (math.inf if self._best is None else self._best - self._settings.min_delta):
-            self._best, self._best_step, self._waited = loss, progress.step, 0
+            self._best, self._best_step, self._evaluations_without_gain = loss, progress.step, 0
         else:
-            self._waited += 1
+            self._evaluations_without_gain += 1
         progress.extra[STATE] = {
             "best": self._best,
             "best_step": self._best_step,
-            "waited": self._waited,
+            "waited": self._evaluations_without_gain,
             "counts_for": self._counts_for,
         }
         if progress.step < steps:

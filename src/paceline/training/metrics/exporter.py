@@ -106,7 +106,7 @@ class RankMetrics(Collector):
         self._step = report.step
         self._steps += 1
         self._slowest_s = slowest_step_s(self._slowest_s, report.figures.get("step_seconds", 0.0))
-        self._skipped += not report.taken
+        self._skipped += not report.applied
         figures = report.figures
         self._tokens += figures.get("tokens_per_second", 0.0) * figures.get("step_seconds", 0.0)
         for change in report.alerts:

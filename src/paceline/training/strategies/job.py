@@ -40,11 +40,11 @@ from paceline.training.loop import (
     QuarantineReporter,
     RankContext,
     RankIdentity,
+    StepDecision,
     StepGuard,
     StepReport,
     StepReporter,
     StopFlag,
-    Verdict,
     checkpointer_of,
     device_of,
     evaluator_of,
@@ -107,8 +107,8 @@ class JobPolicy:
         if not report.tokens:  # every sample of it is in quarantine
             return False
         loss, step = report.loss if math.isfinite(norm) else math.nan, self.progress.step
-        verdict = self.guard.judge(step=step, batch=report.batch, loss=loss, norm=norm)
-        if verdict is not Verdict.TAKE:
+        decision = self.guard.decide(step=step, batch=report.batch, loss=loss, norm=norm)
+        if decision is not StepDecision.APPLY:
             return False
         if self._due and self._saver is not None:
             position = position_of(self._ledger, self.workers)
@@ -187,7 +187,7 @@ class JobPolicy:
                 loss=progress.loss if progress.loss is not None else math.nan,
                 grad_norm=sums["norm"] if taken else math.nan,
                 learning_rate=self._rate(version),
-                taken=taken > 0,
+                applied=taken > 0,
                 figures=figures,
             )
         )
@@ -208,23 +208,27 @@ def position_of(ledger: UpdateLedger, workers: int) -> dict[str, Any]:
 log = logging.getLogger(__name__)
 
 
-def run_role(its: RankContext, place: RankIdentity, events: EventWriter, stop: StopFlag) -> int:
+def run_role(
+    rank_context: RankContext, place: RankIdentity, events: EventWriter, stop: StopFlag
+) -> int:
     """Run the role of ``place`` in an asynchronous job; return the exit code."""
-    settings = its.job.settings
+    settings = rank_context.job.settings
     workers = require_ranks(settings, place.world_size)
-    events.enter("joining")
+    events.set_phase("joining")
     meeting = Rendezvous.of(place)
     terms = Terms(place.gang_key, workers, settings.steps, settings.synchrony.max_staleness)
     if place.rank >= SERVING:
-        return _work(its, place, events, meeting, terms)
-    with BackgroundUpload(uploaded_traces(its, events)) as uploaded:
-        policy = JobPolicy(settings, workers, len(its.job.skip_batches))
-        model = its.model.to(master_dtype(settings))
-        learner = Learner(model, settings, workers, tracer_of(its, CPU, place.rank, uploaded))
+        return _work(rank_context, place, events, meeting, terms)
+    with BackgroundUpload(uploaded_traces(rank_context, events)) as uploaded:
+        policy = JobPolicy(settings, workers, len(rank_context.job.skip_batches))
+        model = rank_context.model.to(master_dtype(settings))
+        learner = Learner(
+            model, settings, workers, tracer_of(rank_context, CPU, place.rank, uploaded)
+        )
         server = ParameterServer(learner, terms, meeting, policy)
         with server.listening(place.host) as address:
             meeting.publish(place.rank, address)
-            return _ServingRank(its, place, events, stop, server, policy).run(meeting)
+            return _ServingRank(rank_context, place, events, stop, server, policy).run(meeting)
 
 
 class _ServingRank:
@@ -232,14 +236,19 @@ class _ServingRank:
 
     def __init__(
         self,
-        its: RankContext,
+        rank_context: RankContext,
         place: RankIdentity,
         events: EventWriter,
         stop: StopFlag,
         server: ParameterServer,
         policy: JobPolicy,
     ) -> None:
-        self._its, self._place, self._events, self._stop = its, place, events, stop
+        self._rank_context, self._place, self._events, self._stop = (
+            rank_context,
+            place,
+            events,
+            stop,
+        )
         self._server, self._policy, self._workers = server, policy, server.terms.workers
         model, optimizer = server.learner.model, server.learner.optimizer
         self._state = TrainState([model], optimizer, Group(), Mesh(MeshSpec()))
@@ -247,7 +256,7 @@ class _ServingRank:
     def run(self, meeting: Rendezvous) -> int:
         """Serve to the end of the job; return the exit code."""
         if self._place.rank == 0:
-            self._events.enter("resuming")
+            self._events.set_phase("resuming")
             self._resume()
             self._server.lead(1)
         elif self._follow(meeting) == "released":
@@ -255,8 +264,8 @@ class _ServingRank:
         return self._lead()
 
     def _follow(self, meeting: Rendezvous) -> str:
-        self._events.enter("following")
-        deadline_s = Deadlines.of_job(self._its.job).start_s  # rank 0 is still loading
+        self._events.set_phase("following")
+        deadline_s = Deadlines.of_job(self._rank_context.job).start_s  # rank 0 is still loading
         reported = False
 
         def on_frame() -> None:
@@ -265,20 +274,20 @@ class _ServingRank:
             if not reported:
                 reported = True
                 self._events.emit("started", step, role="standby")
-            self._events.enter("step", step)
+            self._events.set_phase("step", step)
 
         return self._server.follow(meeting.servers, deadline_s, on_frame)
 
     def _resume(self) -> None:
         """Restore the newest healthy checkpoint, if there is one."""
-        progress, position = restore_checkpoint(self._its, self._state, self._events)
+        progress, position = restore_checkpoint(self._rank_context, self._state, self._events)
         if position is None:
             return
         if position.get("kind") != POSITION:
             raise CorruptData(
                 "checkpoint is of a job without a parameter server",
                 got=f"step {progress.step}",
-                where=self._its.generations.url,
+                where=self._rank_context.generations.url,
             )
         before, workers, server = int(position["workers"]), self._workers, self._server
         saved = UpdateLedger.from_json(position["ledger"], server.terms.max_staleness)
@@ -290,18 +299,25 @@ class _ServingRank:
         self._policy.resume(progress.extra)
 
     def _lead(self) -> int:
-        its, events, server, policy = self._its, self._events, self._server, self._policy
+        rank_context, events, server, policy = (
+            self._rank_context,
+            self._events,
+            self._server,
+            self._policy,
+        )
         events.take(dataclasses.replace(self._place, rank=0))
         progress, learner = policy.progress, server.learner
-        environment = current_environment(its.job.settings.threads_per_rank)
+        environment = current_environment(rank_context.job.settings.threads_per_rank)
         with contextlib.ExitStack() as stack:
-            exporter = stack.enter_context(exporter_of(its, 0))
+            exporter = stack.enter_context(exporter_of(rank_context, 0))
             resumed_from = progress.step
             self._state.extra = progress.extra
-            saver = checkpointer_of(its, self._state, environment)
+            saver = checkpointer_of(rank_context, self._state, environment)
             stack.callback(saver.close)
-            evaluation, held_out = _Evaluation(its, server, events), dict[str, float]()
-            reporter = StepReporter(events, saver, progress, 0, policy, exporter, its.store)
+            evaluation, held_out = _Evaluation(rank_context, server, events), dict[str, float]()
+            reporter = StepReporter(
+                events, saver, progress, 0, policy, exporter, rank_context.store
+            )
 
             def on_step(report: StepReport) -> None:
                 nonlocal held_out
@@ -313,19 +329,19 @@ class _ServingRank:
             def on_tick() -> bool:
                 nonlocal held_out
                 with server.changed:  # the lock is not stuck
-                    events.enter("step", progress.step)
+                    events.set_phase("step", progress.step)
                 held_out = evaluation.run_asked() or held_out
                 return self._stop()
 
             position = position_of(server.ledger, self._workers)
-            port, read_bytes = exporter.port, its.store.read_bytes
+            port, read_bytes = exporter.port, rank_context.store.read_bytes
             events.emit(
                 "resumed", resumed_from, position=position, metrics_port=port, read_bytes=read_bytes
             )
             policy.attach(saver, server.ledger, learner.rate, on_step)
             server.open()
             self._stop.listening = True
-            events.enter("step", progress.step)
+            events.set_phase("step", progress.step)
             if not server.until_done(on_tick=on_tick):
                 with server.changed:  # no update from here on
                     server.end(PeerLost("parameter server was asked to stop"))
@@ -339,9 +355,9 @@ class _ServingRank:
                 progress.held_out = evaluation.run() or progress.held_out
                 self._save_last(saver, reporter)
             with events.phase("exporting"):
-                model = export_model(its, self._state, 0, progress.step)
+                model = export_model(rank_context, self._state, 0, progress.step)
             done = result_of(
-                its,
+                rank_context,
                 progress,
                 saver,
                 resumed_from=resumed_from,
@@ -362,18 +378,20 @@ class _ServingRank:
 class _Evaluation:
     """Evaluates held-out loss on a copy of the server's weights, while they continue to change."""
 
-    def __init__(self, its: RankContext, server: ParameterServer, events: EventWriter) -> None:
+    def __init__(
+        self, rank_context: RankContext, server: ParameterServer, events: EventWriter
+    ) -> None:
         during = functools.partial(events.phase, "evaluating")
-        self._evaluator = evaluator_of(its, Mesh(MeshSpec()), during)
-        self._its, self._server, self._asked = its, server, False
+        self._evaluator = evaluator_of(rank_context, Mesh(MeshSpec()), during)
+        self._rank_context, self._server, self._asked = rank_context, server, False
         if self._evaluator is not None:
-            model, settings = copy.deepcopy(server.learner.model), its.job.settings
-            self._parallel = parallelise(model, Mesh(MeshSpec()), settings, its.workload)
+            model, settings = copy.deepcopy(server.learner.model), rank_context.job.settings
+            self._parallel = parallelise(model, Mesh(MeshSpec()), settings, rank_context.workload)
             self._parameters = [each for each in model.parameters() if each.requires_grad]
 
     def ask(self, step: int) -> None:
         """Have ``run_asked`` evaluate soon if ``step`` is due for an evaluation."""
-        every = self._its.job.settings.evaluate_every_steps
+        every = self._rank_context.job.settings.evaluate_every_steps
         self._asked |= bool(every) and step % every == 0
 
     def run_asked(self) -> dict[str, float]:
@@ -391,27 +409,33 @@ class _Evaluation:
             return {}
         with self._server.changed:
             copy_into(self._parameters, self._server.learner.weights())
-        return self._evaluator.evaluate(self._parallel, self._its.workload, Group(), CPU)
+        return self._evaluator.evaluate(self._parallel, self._rank_context.workload, Group(), CPU)
 
 
 def _work(
-    its: RankContext, place: RankIdentity, events: EventWriter, meeting: Rendezvous, terms: Terms
+    rank_context: RankContext,
+    place: RankIdentity,
+    events: EventWriter,
+    meeting: Rendezvous,
+    terms: Terms,
 ) -> int:
     """Compute gradients of one share until it is complete."""
-    settings = its.job.settings
+    settings = rank_context.job.settings
 
     def open_share(task: Task) -> PlannedStream:
         if task.sequence > 1 and task.position is None:
             raise CorruptData("share has no position to go on from", got=f"batch {task.sequence}")
-        return its.stream(task.worker, terms.workers, task.position)
+        return rank_context.stream(task.worker, terms.workers, task.position)
 
     device, share = device_of(), place.rank - SERVING
-    compute = GradientComputer(its.model, its.workload, settings, terms.workers, open_share, device)
+    compute = GradientComputer(
+        rank_context.model, rank_context.workload, settings, terms.workers, open_share, device
+    )
     with contextlib.ExitStack() as stack:
-        exporter = stack.enter_context(exporter_of(its, place.rank))
+        exporter = stack.enter_context(exporter_of(rank_context, place.rank))
         stack.callback(compute.close)
-        uploaded = stack.enter_context(BackgroundUpload(uploaded_traces(its, events)))
-        tracer = tracer_of(its, device, place.rank, uploaded)
+        uploaded = stack.enter_context(BackgroundUpload(uploaded_traces(rank_context, events)))
+        tracer = tracer_of(rank_context, device, place.rank, uploaded)
         stack.callback(tracer.close)
         quarantine = QuarantineReporter()
         pushed_at, reported_at = time.perf_counter(), 0.0
@@ -423,27 +447,27 @@ def _work(
         def on_push(task: Task) -> None:
             nonlocal pushed_at, reported_at
             tracer.end(task.sequence)
-            events.enter("step", task.sequence)
+            events.set_phase("step", task.sequence)
             now, report = time.perf_counter(), compute.report
             seconds, pushed_at = now - pushed_at, now
             figures = {"step_seconds": seconds, "data_wait_s": report.waited_s}
             nan = math.nan
             step = StepReport(task.sequence, report.loss, nan, nan, figures=figures)
             exporter.take(step, len(report.quarantined))
-            bad = its.cache.quarantined
-            if now - reported_at >= FOLLOWER_REPORT_S or quarantine.any_in(bad):
+            bad = rank_context.cache.quarantined
+            if now - reported_at >= FOLLOWER_REPORT_S or quarantine.has_new(bad):
                 reported_at = now
-                data = {"loss": report.loss, "share": share, **figures, **quarantine.of(bad)}
-                events.emit("step", task.sequence, **data, read_bytes=its.store.read_bytes)
+                data = {"loss": report.loss, "share": share, **figures, **quarantine.new_in(bad)}
+                events.emit("step", task.sequence, **data, read_bytes=rank_context.store.read_bytes)
 
         def on_frame() -> None:  # a live server resets the deadline of the step
             if worker.staleness:
-                events.enter("step")
+                events.set_phase("step")
 
-        away_s = Deadlines.of_job(its.job).start_s
+        away_s = Deadlines.of_job(rank_context.job).start_s
         worker = Worker(
             share, meeting.servers, terms, compute, away_s=away_s, on_frame=on_frame
         )  # fmt: skip
-        events.enter("first step")  # fetches shards; the server may still be loading
+        events.set_phase("first step")  # fetches shards; the server may still be loading
         worker.run(traced, on_push)
     return 0

@@ -1,4 +1,4 @@
-"""How far a publish is, is told while it works, and shown without a word on standard output."""
+"""The progress of a publish is reported while it works, without a word on standard output."""
 
 from __future__ import annotations
 

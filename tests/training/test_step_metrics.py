@@ -263,7 +263,7 @@ def test_prometheus_reads_a_rank_and_finds_it_by_its_file(tmp_path: Path) -> Non
         exporter.take(report(figures={"mfu": 0.4, "utilisation": 0.9}))
         change = AlertChange("data-starvation", True, 0.5, "starves")
         slow = (Straggler(2, 0.3, 0.1),)
-        exporter.take(report(step=8, taken=False, alerts=(change,), slow=slow), quarantined=2)
+        exporter.take(report(step=8, applied=False, alerts=(change,), slow=slow), quarantined=2)
         (entry,) = json.loads((tmp_path / "job-1-0.json").read_text())
         shown = {name: each for name, each in entry["labels"].items() if not name.startswith("__")}
         assert shown == labels, "what begins with __ never becomes a label of a series"

@@ -1,4 +1,4 @@
-"""After a spare stood in for a source that lives on, its readers go back to it, once."""
+"""After a spare replaced a source that is alive, its readers go back to it, once."""
 
 from __future__ import annotations
 
@@ -220,5 +220,5 @@ def test_without_faults_nobody_is_asked_on_the_side(
     def never(*_: object) -> None:
         raise AssertionError("a spare stood in")
 
-    monkeypatch.setattr(Failback, "spare_chosen", never)
+    monkeypatch.setattr(Failback, "record_spare", never)
     assert simulate(scenario(8, 60, topology=topology)).violations == ()

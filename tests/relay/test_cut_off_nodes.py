@@ -111,7 +111,7 @@ def test_a_cut_off_worker_goes_on_when_a_reader_returns(
     make: Make, manifest: Manifest, model: Path
 ) -> None:
     head, other = make("head"), make("other")
-    head.readings.of("d-1").served()  # in an earlier process; this one has heard no answer yet
+    head.origin_reads.of("d-1").served()  # in an earlier process; this one has heard no answer yet
     head.deploy(seeding("head", manifest, model), manifest)
     until(lambda: is_cut_off(head))
     other.deploy(lanes("other", manifest, worker("head", head.server.address)), manifest)

@@ -1,4 +1,4 @@
-"""The short way of a beat says what its route says, and leaves to the route what it cannot say."""
+"""Heartbeats by the short path get the answers of the route, which gets what that path refuses."""
 
 import asyncio
 import json
@@ -188,7 +188,7 @@ def test_held_beat_is_answered_when_there_is_something_to_do(driver, world):
         while not driver.notifier._waiting:
             await asyncio.sleep(0)
         d = world.create("node-0")
-        driver.notifier.ring()
+        driver.notifier.notify()
         answer = await held
         assert [each.deployment_id for each in answer.commands] == [d]
         assert isinstance(driver.now_taken[-1], AwaitCommands)

@@ -1,4 +1,4 @@
-"""Nodes that a job holds: told and heard, lost and found again, waited for in order."""
+"""Nodes that a job holds: messages to and from them, loss and return, and waiting in order."""
 
 from __future__ import annotations
 

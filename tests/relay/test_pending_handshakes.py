@@ -1,4 +1,4 @@
-"""Who connects and does not show who it is keeps nobody out, and is not waited for."""
+"""Connections that do not authenticate keep no peer out, and no handshake waits for them."""
 
 from __future__ import annotations
 

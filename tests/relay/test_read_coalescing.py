@@ -1,4 +1,4 @@
-"""A reader rests while a slow link fills its buffer, and never on a fast one."""
+"""A reader sleeps while a slow link fills its buffer, and never on a fast one."""
 
 from __future__ import annotations
 

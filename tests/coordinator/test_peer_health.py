@@ -1,4 +1,4 @@
-"""Who is found slow or corrupting, from tables of what the edges carried."""
+"""Which workers count as slow or corrupting, from tables of the bytes between workers."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ def test_a_killed_process_gives_nothing_back_and_costs_a_part_at_most(tmp_path: 
 def test_grants_go_on_over_any_number_of_processes_whatever_was_told(tmp_path: Path) -> None:
     total = 0
     for number in range(6):
-        readings = OriginReadCounts(tmp_path)
-        mine = readings.of("d-1")
+        origin_reads = OriginReadCounts(tmp_path)
+        mine = origin_reads.of("d-1")
         if number == 0:
             kept = mine.kept(granted())
         resumed, read = mine.resumed(kept), mine.begun_bytes
@@ -48,8 +48,8 @@ def test_grants_go_on_over_any_number_of_processes_whatever_was_told(tmp_path: P
         mine.cover(read + 70, AHEAD)
         total += 70
         if number % 2:
-            readings.acknowledge("d-1", read + 30)
-        readings.close()  # an orderly end: what is written is what was read
+            origin_reads.acknowledge("d-1", read + 30)
+        origin_reads.close()  # an orderly end: what is written is what was read
 
 
 def test_a_new_process_tells_what_its_predecessor_had_not(tmp_path: Path) -> None:
@@ -78,24 +78,24 @@ def test_a_torn_record_counts_as_spent(tmp_path: Path) -> None:
 
 
 def test_what_is_over_is_removed_and_still_counted_by_its_process(tmp_path: Path) -> None:
-    readings = OriginReadCounts(tmp_path)
-    readings.of("d-1").cover(300, AHEAD)
-    readings.drop(["d-1", "d-2"])
+    origin_reads = OriginReadCounts(tmp_path)
+    origin_reads.of("d-1").cover(300, AHEAD)
+    origin_reads.drop(["d-1", "d-2"])
     assert not list(tmp_path.iterdir())
-    assert readings.of("d-1").read_bytes == 300
+    assert origin_reads.of("d-1").read_bytes == 300
 
 
 def test_readings_are_bounded(tmp_path: Path) -> None:
-    readings = OriginReadCounts(tmp_path)
-    long_one = readings.of("d-0")
+    origin_reads = OriginReadCounts(tmp_path)
+    long_one = origin_reads.of("d-0")
     for number in range(1, reading.MAX_COUNTS + 10):
-        readings.of(f"d-{number}")
+        origin_reads.of(f"d-{number}")
         if number < 20:
-            readings.drop([f"d-{number}"])
-    assert readings.of("d-0") is long_one, "those that are over make room first"
+            origin_reads.drop([f"d-{number}"])
+    assert origin_reads.of("d-0") is long_one, "those that are over make room first"
     for number in range(20, 40):
-        readings.of(f"e-{number}")
-    readings.close()
+        origin_reads.of(f"e-{number}")
+    origin_reads.close()
     OriginReadCounts(tmp_path)
     assert len(list(tmp_path.iterdir())) == reading.MAX_COUNTS
 

@@ -1,4 +1,4 @@
-"""Results that a later decision rests on: recorded by the stage that made them, found by digest.
+"""Reports, trainings and scores that the gate reads later: stored with a seal, found by digest.
 
 A record lies at ``<bucket>/records/KIND/DIGEST.json`` (a score: under the digest of what it follows
 from, which is in it) beside its seal, an HMAC over kind and the record's digest under a key that
@@ -36,7 +36,7 @@ from paceline.tasks._support.run import Run
 
 MAX_BYTES = 16 * 1024 * 1024
 
-AGAIN = {
+HOW_TO_RECORD = {
     "training": "Run the same training again: a finished job is not trained again, its "
     "result is recorded.",
     "evaluation": "Run `paceline evaluate` again, and use the report_digest that it prints.",
@@ -45,12 +45,12 @@ AGAIN = {
     "descent": "Run the same training again: its result is recorded anew.",
 }
 
-Kept = TypeVar("Kept", bound=Record)
+Loaded = TypeVar("Loaded", bound=Record)
 
 
 class Reference(Record):
     """The digest that belongs to a name: of the newest record of ``kind`` of a run or a job, or
-    what ``note`` recorded."""
+    what ``add_reference`` recorded."""
 
     kind: str
     name: str  # run-…, job-…, or a digest
@@ -62,27 +62,27 @@ class Reference(Record):
         return digest_of([self.kind, self.name])
 
 
-def refer(run: Run, kind: str, digest: str, *names: str) -> None:
+def add_references(run: Run, kind: str, digest: str, *names: str) -> None:
     """Have ``resolve`` find the record with ``digest`` by this run's id and by ``names``."""
     for name in (run.run_id, *names):
         reference = Reference(kind=kind, name=name, digest=digest)
-        _put(run, reference, "reference", reference.key, digest_of(reference))
+        _write(run, reference, "reference", reference.key, digest_of(reference))
 
 
-def note(run: Run, kind: str, name: str, digest: str, *, replaces: bool = False) -> None:
-    """Have ``referred`` find ``digest`` by ``name``; unless it ``replaces`` that, what it finds
-    already stays."""
-    if replaces or referred(run, kind, name) is None:
+def add_reference(run: Run, kind: str, name: str, digest: str, *, replaces: bool = False) -> None:
+    """Have ``find_reference`` find ``digest`` by ``name``; unless it ``replaces`` that, what it
+    finds already stays."""
+    if replaces or find_reference(run, kind, name) is None:
         reference = Reference(kind=kind, name=name, digest=digest)
-        _put(run, reference, "reference", reference.key, digest_of(reference))
+        _write(run, reference, "reference", reference.key, digest_of(reference))
 
 
-def referred(run: Run, kind: str, name: str) -> str | None:
+def find_reference(run: Run, kind: str, name: str) -> str | None:
     """Return the digest that was recorded for ``name``, None where there is none; raises
-    CorruptData as ``find``."""
+    CorruptData as ``load``."""
     key = digest_of([kind, name])
     try:
-        return _opened(
+        return _load_verified(
             run, key, "reference", Reference, lambda each: Reference.model_validate(each).key
         ).digest
     except NotFound:
@@ -110,18 +110,20 @@ def weights_of(manifest: Manifest) -> str:
     return digest_of(held) if held else ""
 
 
-def keep_descent(run: Run, descent: Descent) -> None:
+def save_descent(run: Run, descent: Descent) -> None:
     """Record ``descent``; the first one of its weights stays."""
-    if descent_of(run, descent.weights_digest) is None:
-        _put(run, descent, "descent", descent.key, digest_of(descent))
+    if load_descent(run, descent.weights_digest) is None:
+        _write(run, descent, "descent", descent.key, digest_of(descent))
 
 
-def descent_of(run: Run, weights_digest: str) -> Descent | None:
+def load_descent(run: Run, weights_digest: str) -> Descent | None:
     """Return what made these weights, None where no training here did; raises CorruptData as
-    ``find``."""
+    ``load``."""
     key = digest_of(["descent", weights_digest])
     try:
-        return _opened(run, key, "descent", Descent, lambda each: Descent.model_validate(each).key)
+        return _load_verified(
+            run, key, "descent", Descent, lambda each: Descent.model_validate(each).key
+        )
     except NotFound:
         return None
 
@@ -129,7 +131,7 @@ def descent_of(run: Run, weights_digest: str) -> Descent | None:
 def resolve(run: Run, named: str, kind: str) -> str:
     """Return the digest of the record of ``kind`` that ``named`` is: its digest, run-… or job-….
 
-    Raises InvalidInput, NotFound for a run or a job without one, CorruptData as ``find``.
+    Raises InvalidInput, NotFound for a run or a job without one, CorruptData as ``load``.
     """
     if re.fullmatch(SHA256_HEX, named):
         return named
@@ -138,26 +140,26 @@ def resolve(run: Run, named: str, kind: str) -> str:
             f"not the digest of a recorded {kind}, and no id of a run or a job",
             got=repr(named[:100]),
             wanted="the id of a run or a job, or 64 hexadecimal digits",
-            do=AGAIN[kind],
+            do=HOW_TO_RECORD[kind],
         )
-    if (digest := referred(run, kind, named)) is None:
-        raise NotFound(f"no {kind} of it was recorded", got=named, do=AGAIN[kind])
+    if (digest := find_reference(run, kind, named)) is None:
+        raise NotFound(f"no {kind} of it was recorded", got=named, do=HOW_TO_RECORD[kind])
     return digest
 
 
-def keep(run: Run, record: Record, kind: str) -> str:
+def save(run: Run, record: Record, kind: str) -> str:
     """Record ``record`` and return its digest; the same record twice is one."""
     digest = digest_of(record)
-    _put(run, record, kind, digest, digest)
+    _write(run, record, kind, digest, digest)
     return digest
 
 
-def keep_score(run: Run, score: RecordedScore) -> None:
+def save_score(run: Run, score: RecordedScore) -> None:
     """Record ``score`` under what it follows from."""
-    _put(run, score, "score", score.key, digest_of(score))
+    _write(run, score, "score", score.key, digest_of(score))
 
 
-def _put(run: Run, record: Record, kind: str, name: str, digest: str) -> None:
+def _write(run: Run, record: Record, kind: str, name: str, digest: str) -> None:
     content = {
         "record": record.model_dump(mode="json"),
         "seal": _seal(run.runtime, kind, digest),
@@ -165,31 +167,31 @@ def _put(run: Run, record: Record, kind: str, name: str, digest: str) -> None:
     run.store.put_bytes(_url(run, kind, name), canonical_json(content))
 
 
-def find(run: Run, digest: str, kind: str, record_type: type[Kept]) -> Kept:
+def load(run: Run, digest: str, kind: str, record_type: type[Loaded]) -> Loaded:
     """Return the record of ``kind`` with ``digest``, its digest and its seal checked.
 
     Raises InvalidInput for what is no digest, NotFound where none was recorded, CorruptData for one
     that this installation did not make.
     """
-    return _opened(run, digest, kind, record_type, digest_of)
+    return _load_verified(run, digest, kind, record_type, digest_of)
 
 
-def find_score(run: Run, key: str) -> RecordedScore | None:
+def load_score(run: Run, key: str) -> RecordedScore | None:
     """Return the score recorded under ``key``, or None where there is none.
 
     Raises CorruptData for one that this installation did not make, or made under another key.
     """
     try:
-        return _opened(
+        return _load_verified(
             run, key, "score", RecordedScore, lambda each: RecordedScore.model_validate(each).key
         )
     except NotFound:
         return None
 
 
-def _opened(
-    run: Run, digest: str, kind: str, record_type: type[Kept], name_of: Callable[[Any], str]
-) -> Kept:
+def _load_verified(
+    run: Run, digest: str, kind: str, record_type: type[Loaded], name_of: Callable[[Any], str]
+) -> Loaded:
     """Return the record that lies under ``digest``: its seal is right, and ``name_of`` its fields
     gives that name."""
     if not re.fullmatch(SHA256_HEX, digest):  # it becomes a path
@@ -197,21 +199,21 @@ def _opened(
             f"not the digest of a recorded {kind}",
             got=repr(digest[:100]),
             wanted="64 hexadecimal digits",
-            do=AGAIN[kind],
+            do=HOW_TO_RECORD[kind],
         )
     where = _url(run, kind, digest)
     try:
         raw = run.store.get_bytes(where, max_bytes=MAX_BYTES)
     except SourceMissing as error:
         raise NotFound(
-            f"no such {kind} was recorded", got=digest, where=where, do=AGAIN[kind]
+            f"no such {kind} was recorded", got=digest, where=where, do=HOW_TO_RECORD[kind]
         ) from error
     try:
         content = json.loads(raw)
         fields, seal = content["record"], str(content["seal"])
         wanted = _seal(run.runtime, kind, digest_of(fields))
-        right = hmac.compare_digest(seal.encode(), wanted.encode())
-        if name_of(fields) != digest or not right:
+        is_valid = hmac.compare_digest(seal.encode(), wanted.encode())
+        if name_of(fields) != digest or not is_valid:
             raise ValueError("another digest or seal than this installation gave it")
         return record_type.model_validate(fields)
     except (ValueError, TypeError, KeyError, RecursionError, ValidationError) as error:
@@ -220,14 +222,14 @@ def _opened(
             got=str(error).splitlines()[0][:200],
             wanted=digest,
             where=where,
-            do=AGAIN[kind],
+            do=HOW_TO_RECORD[kind],
         ) from error
 
 
-def found(run: Run, digest: object, kind: str, record_type: type[Kept]) -> Kept | None:
+def load_or_none(run: Run, digest: object, kind: str, record_type: type[Loaded]) -> Loaded | None:
     """Return the record, or None where there is none that can be trusted."""
     try:
-        return find(run, str(digest), kind, record_type)
+        return load(run, str(digest), kind, record_type)
     except (InvalidInput, NotFound, CorruptData):
         return None
 

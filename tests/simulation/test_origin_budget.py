@@ -90,7 +90,7 @@ def play(world: Scenario) -> tuple[SimulationReport, Deployment]:
     assert report.origin_bytes <= origin_cap_bytes(world.size_bytes)
     run = played.control.state.deployment_state("simulated")
     # What nobody told of is counted all the same: at most what the gone may have read.
-    assert report.origin_bytes <= run.origin_bytes + sum(run.memo.unreported.values())
+    assert report.origin_bytes <= run.origin_bytes + sum(run.persisted.unreported.values())
     return report, run.deployment
 
 
