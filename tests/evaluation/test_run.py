@@ -184,6 +184,21 @@ def test_of_conversations_assistants_are_scored_and_whole_copies_found(
     assert f"what assistants say in {len(held_out)} conversations" in as_markdown(report)
 
 
+def test_transformers_is_imported_before_the_thread_that_compares(
+    spec: EvaluationSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads that import it at once: one gets a module without AutoConfig."""
+    done, real = [], run.find_overlap
+    monkeypatch.setattr(run, "import_module", done.append)
+    monkeypatch.setattr(
+        run, "find_overlap", lambda *a, **k: done.append("compare") or real(*a, **k)
+    )
+    its = TrainingData(snapshot_url=spec.snapshot_url, snapshot_digest=spec.snapshot_digest)
+    code, _, stderr = evaluate(spec.model_copy(update={"trained_on": (its,)}).model_dump_json())
+    assert code == 0, stderr
+    assert done.index("transformers") < done.index("compare")
+
+
 def test_what_was_scored_before_is_not_scored_again(spec: EvaluationSpec, tmp_path: Path) -> None:
     """The same report from recorded scores; a score of other documents or files is not used."""
     asked = spec.model_copy(update={"scorer": "this release"})

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
@@ -105,6 +106,8 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
             _overlap(each, read, answers, bare, rows, store, cache_dir) for each in spec.trained_on
         )
 
+    if spec.trained_on and find_spec("transformers"):
+        import_module("transformers")  # not in two threads at once: one gets an unfinished module
     overlaps: list[Future[tuple[Overlap, ...]]] = []
     with (
         _scratch_below(scratch_dir) as scratch,
@@ -252,9 +255,6 @@ def _score_on_ranks(
             emit("unscored", {"model": name, "code_ref": of_user.code_ref})
             del models[name]
 
-    def on_failed(name: str, error: PermanentError) -> None:
-        emit("unscored", {"model": name, "reason": error.one_line()})
-
     score_share(
         models,
         held_out,
@@ -264,7 +264,7 @@ def _score_on_ranks(
         spec.settings,
         ranks=ranks,
         known=[each.subject for each in spec.known],
-        on_failed=on_failed,
+        on_failed=lambda name, error: emit("unscored", {"model": name, "reason": error.one_line()}),
     )
 
 
