@@ -356,16 +356,20 @@ def _judged(
     """Return the report on ``spec``: scores that are recorded are taken, the missing ones are made
     by a gang of ranks or by parts on all nodes, and the last node makes the rest and the report."""
     answer: dict[str, Any] = {}
+    furthest = 0.0
 
     def on_event(line: dict[str, Any]) -> None:
+        nonlocal furthest
         if line.get("event") == "result":
             answer.update(line["data"])
         elif line.get("event") == "score":
             sealed_records.save_score(run, RecordedScore.model_validate(line["data"]))
         elif line.get("event") == "progress":
             data = line.get("data", {})
-            run.report("evaluate", float(data.get("fraction", 0)), str(data.get("message", "")))
-            page.show(float(data.get("fraction", 0)))
+            # training data are compared beside tasks and metrics: it does not go back
+            furthest = max(furthest, float(data.get("fraction", 0)))
+            run.report("evaluate", furthest, str(data.get("message", "")))
+            page.show(furthest)
 
     with_tasks = bool(spec.tasks_url or spec.settings.metrics)
     gang = judging_gang(run, nodes, base, ranks, with_tasks=with_tasks)

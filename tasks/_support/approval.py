@@ -150,7 +150,7 @@ def require_approved(run: Run, evidence: Evidence, version: str) -> Evidence:
             "the promotion waits for an approval by a token of scope approve",
             got=f"evidence {request.evidence_digest}",
             wanted=f"approval until {until}",
-            where=request.page,
+            where=_page_of(run),
             do=f"paceline approve {run.run_id}",
         )
     return evidence.model_copy(update={"approver": approval.approver, "approval": approval})
@@ -185,6 +185,11 @@ def decided(run: Run, request: ApprovalRequest) -> Approval | None:
     return approval
 
 
+def _page_of(run: Run) -> str:
+    """Return the address where a token decides; Prefect's form cannot."""
+    return f"{run.runtime.endpoints.coordinator_url}/fleet#approval={run.run_id}"
+
+
 def wait(run: Run, request: dict[str, Any]) -> None:
     """Suspend this flow run until ``request`` is decided by a token, or rejected in the form.
 
@@ -194,9 +199,8 @@ def wait(run: Run, request: dict[str, Any]) -> None:
     form = Decision.with_initial_data(
         description=f"**{asked.model_id} {asked.version}**, run `{asked.run_id}`: evidence "
         f"`{asked.evidence_digest}`, policy `{asked.policy_digest}`. To approve, open "
-        f"{run.runtime.endpoints.coordinator_url}/fleet#approval={asked.run_id} or run `paceline "
-        f"approve {asked.run_id}`, with a token of scope approve: approved here alone, it goes on "
-        "waiting. Rejected here, it ends.",
+        f"{_page_of(run)} or run `paceline approve {asked.run_id}`, with a token of scope approve: "
+        "approved here alone, it goes on waiting. Rejected here, it ends.",
         decision="reject",
     )
     for answer in range(MAX_ANSWERS):

@@ -276,6 +276,9 @@ def test_tasks_are_bounded_from_below_and_may_not_get_worse() -> None:
         update={"tasks": (better.tasks[0].model_copy(update={"difference_to": {}}),)}
     )
     assert failed(missing) == ["task t/acc no worse than champion"]
+    checks = decide(better, Policy(**LOOSE), champion="champion", lineage=LINEAGE).checks
+    wanted = {each.name: each.wanted for each in checks}
+    assert wanted["task t/acc no worse than champion"] == "an interval that reaches 0", "not -0"
 
 
 def test_a_policy_can_demand_a_program_of_torch_export() -> None:

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,6 +24,7 @@ from paceline.config import (
 )
 from paceline.data import build_snapshot, in_held_out
 from paceline.evaluation import as_markdown, run
+from paceline.evaluation.overlap import find_overlap
 from paceline.manifest import publish_model
 from paceline.models import (
     config_for,
@@ -31,7 +33,13 @@ from paceline.models import (
     save_model,
     weights_digest,
 )
-from paceline.schemas import EvaluationReport, EvaluationSpec, RecordedScore, TrainingData
+from paceline.schemas import (
+    EvaluationReport,
+    EvaluationSpec,
+    Overlap,
+    RecordedScore,
+    TrainingData,
+)
 from tests.evaluation.test_tasks import CHOICE, write_tasks
 from tests.support.hugging_face import MARKED, write_model, write_tokenizer
 from tests.support.rclone import RcloneS3
@@ -182,6 +190,24 @@ def test_of_conversations_assistants_are_scored_and_whole_copies_found(
     assert candidate is not None
     assert 0 < candidate.tokens <= report.bytes
     assert f"what assistants say in {len(held_out)} conversations" in as_markdown(report)
+
+
+def test_transformers_is_imported_before_the_thread_that_compares(
+    spec: EvaluationSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads that import it at once: one gets a module without AutoConfig."""
+    done: list[str] = []
+
+    def compare(*given: Any, **named: Any) -> Overlap:
+        done.append("compare")
+        return find_overlap(*given, **named)
+
+    monkeypatch.setattr(run, "import_module", done.append)
+    monkeypatch.setattr(run, "find_overlap", compare)
+    its = TrainingData(snapshot_url=spec.snapshot_url, snapshot_digest=spec.snapshot_digest)
+    code, _, stderr = evaluate(spec.model_copy(update={"trained_on": (its,)}).model_dump_json())
+    assert code == 0, stderr
+    assert done.index("transformers") < done.index("compare")
 
 
 def test_what_was_scored_before_is_not_scored_again(spec: EvaluationSpec, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -37,15 +38,22 @@ def conversation(one: int, other: int) -> list[dict[str, str]]:
     ]
 
 
+def write_chat_model(directory: Path, said: Sequence[str], vocabulary: int) -> Path:
+    """Save a random Llama whose tokenizer is trained on ``said``, and which stops where an
+    assistant's message ends."""
+    model = write_model("llama", directory, vocab_size=vocabulary)
+    write_tokenizer(model, said, vocabulary - 10, template=CHATML, end="<|im_end|>")
+    config = json.loads((model / "generation_config.json").read_text())
+    eos = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]["<|im_end|>"]
+    (model / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": eos}))
+    return model
+
+
 @pytest.fixture
 def places(tmp_path: Path) -> dict[str, str]:
     rows = [conversation(one, other) for one in range(24) for other in range(24)]
     said = [turn["content"] for each in rows for turn in each]
-    model = write_model("llama", tmp_path / "model", vocab_size=320)
-    write_tokenizer(model, said, 310, template=CHATML, end="<|im_end|>")
-    config = json.loads((model / "generation_config.json").read_text())
-    eos = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]["<|im_end|>"]
-    (model / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": eos}))
+    model = write_chat_model(tmp_path / "model", said, 320)
     chat = tmp_path / "chat"
     chat.mkdir()
     lines = [json.dumps({"messages": each}) + "\n" for each in rows]

@@ -32,11 +32,13 @@ print(json.dumps({"wrong": wrong, "chat": chat, "n": logits.shape[2]}))
 """
 
 
-def typed(*line: str, home: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+def typed(
+    *line: str, home: Path, check: bool = True, timeout_s: float = 200
+) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"HF_HUB_OFFLINE": "1", "HOME": str(home)}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     done = subprocess.run(
-        line, cwd=home, env=env, capture_output=True, text=True, timeout=200, check=False
+        line, cwd=home, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
     )
     assert not check or done.returncode == 0, done.stderr[-3000:]
     return done

@@ -4,9 +4,6 @@ take, by transformers where there is no paceline; and configs of transformers 4 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from safetensors import safe_open
 from paceline.models import Pretrained, read_index
 from paceline.training.checkpoint import TrainState, export
 from paceline.training.loop import Group
+from tests.support.elsewhere import logits_elsewhere
 from tests.support.hugging_face import FAMILIES, LLAMA3_ROPE, write_model
 
 FILE_BYTES = 20_000  # several files of a model that has 100 kB
@@ -60,25 +58,10 @@ VLLM: dict[str, tuple[list[str], list[str], str]] = {
     ),
 }  # fmt: skip
 TOKENS = list(range(3, 40))
-ALONE = """
-import importlib.util, json, sys
-sys.path.append(sys.argv[1])
-assert importlib.util.find_spec("paceline") is None
-import torch
-from transformers import AutoModelForCausalLM
-tokens = torch.tensor([json.loads(sys.argv[2])])
-found = {}
-for each in sys.argv[3:]:
-    with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(each, local_files_only=True)(tokens).logits
-    found[each] = logits.flatten()[::7].tolist()
-assert "paceline" not in sys.modules
-print(json.dumps(found))
-"""
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[float]]]:
+def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, torch.Tensor]]:
     """family → its export in several files, after a step of training, and logits of the model."""
     root, found = tmp_path_factory.mktemp("exported"), {}
     for family in FAMILIES:
@@ -91,13 +74,13 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
         state = TrainState([model], optimizer, Group())
         export(state, None, into, pretrained=opened, file_bytes=FILE_BYTES)
         with torch.no_grad():
-            found[family] = into, model(torch.tensor([TOKENS])).flatten()[::7].tolist()
+            found[family] = into, model(torch.tensor([TOKENS]))[0]
     return found
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_an_export_of_several_files_has_the_names_that_vllm_takes(
-    exported: dict[str, tuple[Path, list[float]]], family: str
+    exported: dict[str, tuple[Path, torch.Tensor]], family: str
 ) -> None:
     into, _ = exported[family]
     files = sorted(into.glob("*.safetensors"))
@@ -120,23 +103,11 @@ def test_an_export_of_several_files_has_the_names_that_vllm_takes(
 
 @pytest.mark.nightly
 def test_transformers_gives_the_same_logits_where_there_is_no_paceline(
-    exported: dict[str, tuple[Path, list[float]]], tmp_path: Path
+    exported: dict[str, tuple[Path, torch.Tensor]], tmp_path: Path
 ) -> None:
-    """In a process whose path has links to all other packages."""
-    for each in Path(sysconfig.get_path("purelib")).iterdir():
-        if "paceline" not in each.name:
-            (tmp_path / each.name).symlink_to(each)
-    directories = {str(into): logits for into, logits in exported.values()}
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", ALONE, str(tmp_path),
-         json.dumps(TOKENS), *directories],
-        capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found.keys() == directories.keys()
-    for directory, logits in directories.items():
-        assert found[directory] == pytest.approx(logits, abs=1e-5), directory
+    found = logits_elsewhere(tmp_path, TOKENS, *(into for into, _ in exported.values()))
+    for (into, logits), elsewhere in zip(exported.values(), found, strict=True):
+        assert torch.allclose(torch.tensor(elsewhere), logits, rtol=0, atol=1e-5), into
 
 
 OLD_ROPE = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}

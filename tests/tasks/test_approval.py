@@ -100,8 +100,9 @@ def test_it_asks_once_and_goes_on_with_the_approver_of_the_token(
 ) -> None:
     run = make_run(ledger)
     for _ in range(2):
-        with pytest.raises(AwaitingApproval, match=f"paceline approve {run.run_id}"):
+        with pytest.raises(AwaitingApproval, match=f"paceline approve {run.run_id}") as waits:
             approval.require_approved(run, evidence, "2")
+        assert f"/fleet#approval={run.run_id}" in str(waits.value), "where a token decides"
     (started,) = starts
     assert (started["flow"], started["parameters"]) == ("lifecycle", {"data": None})
     asked = ledger.records[APPROVAL_REQUEST, digest_of(run.run_id)].output

@@ -220,7 +220,7 @@ def _tasks_hold(report: EvaluationReport, policy: Policy, other: str) -> list[Ga
         gain = each.differences.get(other)
         got = MISSING if gain is None else f"{gain.value:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]"
         passed = gain is not None and _sound(gain) and gain.high >= -margin
-        wanted = f"an interval that reaches {-margin:g}"
+        wanted = f"an interval that reaches {0 - margin:g}"
         checks.append(_check(f"task {name} no worse than {other}", passed, got, wanted))
     return checks
 
@@ -232,7 +232,7 @@ def _metrics_hold(report: EvaluationReport, policy: Policy, other: str) -> list[
     def check(name: str, what: str, figure: Interval | None, sign: int, bound: float) -> None:
         title = METRIC.format(name)
         got = report.failures.get(title, MISSING) if figure is None else _show(figure)
-        wanted = f"an upper end ≤ {bound:g}" if sign > 0 else f"a lower end ≥ {-bound:g}"
+        wanted = f"an upper end ≤ {bound:g}" if sign > 0 else f"a lower end ≥ {0 - bound:g}"
         worst = None if figure is None else figure.high if sign > 0 else -figure.low
         passed = figure is not None and _sound(figure) and worst is not None and worst <= bound
         checks.append(_check(title + what, passed, got, wanted))

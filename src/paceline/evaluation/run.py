@@ -53,6 +53,7 @@ from paceline.evaluation.scoring import score_models, score_share
 from paceline.evaluation.tasks import Figures, score_tasks, task_rows
 from paceline.evaluation.text_model import AllowedCode, Ranks
 from paceline.evaluation.user_code import with_metrics
+from paceline.extras import is_installed
 from paceline.manifest import directory_name, fetch_manifest, verify_directory
 from paceline.models import read_user_code
 from paceline.schemas import (
@@ -96,6 +97,8 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
             of_metric = spec.model_copy(update={"snapshot_digest": digest})
             _emit("score", _record(of_metric, subject, figures_D, {}))
 
+    if spec.trained_on and is_installed("transformers"):
+        import_module("transformers")  # not in two threads at once: one gets an unfinished module
     with (
         _scratch_below(scratch_dir) as scratch,
         ThreadPoolExecutor(1) as beside,  # baselines take one core
