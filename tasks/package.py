@@ -6,6 +6,7 @@ The next step, the gate, sees the digest of exactly these files.
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,6 @@ def package_candidate(
             "card": card,
             "version": manifest.version,
             "manifest_digest": manifest.digest,
-            "bytes": manifest.total_size,
-            "file_bytes": max(
-                each.size for each in manifest.files if each.path.endswith(".safetensors")
-            ),
             "piece_bytes": manifest.piece_bytes,
             "piece_hash": manifest.piece_hash,
             "chunk_bytes": manifest.chunk_bytes,
@@ -63,7 +60,7 @@ def package_candidate(
         taken = _published(run, base.model_id, str(output["version"]))
         return taken is None or taken.digest == output["manifest_digest"]
 
-    return run.stage(
+    packaged = run.stage(
         "package",
         {
             "weights": trained.weights_digest,
@@ -76,6 +73,20 @@ def package_candidate(
         still_true=still_free,
         describe=lambda o: f"{base.model_id} v{o['version']}, manifest {o['manifest_digest'][:12]}",
     )
+    # Limits are of the files, not of the ledger, which callers with its scope write.
+    sizes = _sizes(candidate_dir(run, trained), packaged.output["card"])
+    return replace(packaged, output=packaged.output | sizes)
+
+
+def _sizes(directory: Path, card: str) -> dict[str, int]:
+    """Return the bytes of all files of a candidate with that ``card``, and of the largest file of
+    weights."""
+    paths = [each for each in directory.rglob("*") if each.is_file() and each.name != CARD_FILE]
+    sizes = {each: each.stat().st_size for each in paths}
+    return {
+        "bytes": sum(sizes.values()) + len(card.encode()),
+        "file_bytes": max(size for each, size in sizes.items() if each.suffix == ".safetensors"),
+    }
 
 
 def next_version(version: str) -> str:

@@ -108,7 +108,7 @@ def gate(
         judges={} if now is None else _judges(run, base.model_id, report.snapshot_digest),
         of_profile=_of_profile(run, evaluation) if is_first else None,
         packaged_bytes=packaged["bytes"],
-        packaged_file_bytes=packaged.get("file_bytes"),  # a run of an older version has none
+        packaged_file_bytes=packaged["file_bytes"],
     )
     text = canonical_json(policy).decode()
     run.registry.log_artifact_text(run.mlflow_run, text, f"policy/{decision.policy_digest}.json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -12,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from paceline.errors import CorruptData
 from paceline.evaluation import transformer
 from paceline.models import config_for, local_model_digest, new_model, save_model
 from paceline.schemas import EvaluationReport, EvaluationSpec, RecordedScore
@@ -75,6 +78,28 @@ def test_what_is_saved_goes_on_to_the_same_figures_to_the_bit(
     found = transformer.score_transformer(tmp_path, DOCUMENTS, lambda _: None, begun=other)
     assert len(rows) == every, "rows in another order are not taken"
     assert found.bits.tobytes() == whole.bits.tobytes()
+    theirs = saved[0].facts["serving"] | {"machine": "elsewhere", "prefill_ms": 0.01}  # type: ignore[operator]
+    other = saved[0].model_copy(update={"facts": saved[0].facts | {"serving": theirs}})
+    found = transformer.score_transformer(tmp_path, DOCUMENTS, lambda _: None, begun=other)
+    assert found.serving.machine == platform.node(), "measured here"
+    assert found.bits.tobytes() == whole.bits.tobytes()
+
+
+def test_predictions_that_are_not_finite_are_named_where_rows_are_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformer, "SAVE_EVERY_S", 0.0)
+    config = config_for(20_000, 32)
+    model = new_model(config, 1)
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            if "mlp" in name:
+                each.fill_(3e38)  # finite; its products are not
+    save_model(model, config, tmp_path)
+    with pytest.raises(CorruptData, match="predictions are not finite"):
+        transformer.score_transformer(
+            tmp_path, DOCUMENTS, print, on_rows=lambda *its: record("m", *its)
+        )
 
 
 def killed(spec: EvaluationSpec, saves: int) -> list[RecordedScore]:

@@ -13,11 +13,14 @@ from paceline.manifest import build_manifest
 from paceline.models import weights_digest
 from paceline.storage import DiskStore
 from paceline.tasks import package
+from paceline.tasks._support.run import StageResult
 from tests.support.hugging_face import write_model
 
 
+# of the ledger, which others write: of an earlier release, and forged
+@pytest.mark.parametrize("stored", [{}, {"bytes": 1, "file_bytes": 1}])
 def test_the_gate_is_given_the_largest_weights_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: dict[str, int]
 ) -> None:
     export = write_model("llama", tmp_path / "export", shard="20KB")
     (export / "tokenizer.json").write_text(" " * 10**6)  # of no weights
@@ -28,7 +31,9 @@ def test_the_gate_is_given_the_largest_weights_file(
         mlflow_run="",
         registry=SimpleNamespace(log_artifact_text=lambda *_: None),
         runtime=SimpleNamespace(profile=Profile(), models_url=(tmp_path / "models").as_uri()),
-        stage=lambda _, __, work, **___: work(),
+        stage=lambda name, _, work, **__: StageResult(
+            stage=name, output=work() | stored, seconds=0, reused=bool(stored)
+        ),
     )
     trained: Any = SimpleNamespace(
         export_url=export.as_uri(),
@@ -37,8 +42,9 @@ def test_the_gate_is_given_the_largest_weights_file(
         snapshot_url=None,
     )
     monkeypatch.setattr(package, "model_card", lambda *_, **__: "a card")
-    packaged: Any = package.package_candidate.fn(run, base, trained, {})  # type: ignore[arg-type]
+    packaged = package.package_candidate.fn(run, base, trained, {}).output  # type: ignore[arg-type]
     sizes = [each.stat().st_size for each in export.glob("*.safetensors")]
     assert len(sizes) > 1
     assert packaged["file_bytes"] == max(sizes)
-    assert packaged["bytes"] > 10**6
+    files = [each for each in export.iterdir() if each.name != "README.md"]
+    assert packaged["bytes"] == sum(each.stat().st_size for each in files) + len("a card")

@@ -14,7 +14,7 @@ import torch
 from paceline.errors import InvalidInput
 from paceline.training import CUBLAS_DETERMINISTIC, current_environment
 from paceline.training.checkpoint import Chunk, Staging, StoredTensor, new_moment
-from paceline.training.loop import rank_setup as outfit
+from paceline.training.loop import rank_setup
 
 
 @pytest.fixture
@@ -28,12 +28,12 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_rank_of_a_node_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert outfit.exclusive_device() == torch.device("cuda", 1)
+    assert rank_setup.exclusive_device() == torch.device("cuda", 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     monkeypatch.setenv("PACELINE_NODE", "node-7")
     with pytest.raises(InvalidInput, match=r"more ranks than GPUs.*3 ranks.*at most 2.*node-7"):
-        outfit.exclusive_device()
-    assert outfit.device_of().index == 1, "who talks over no NCCL may share one"
+        rank_setup.exclusive_device()
+    assert rank_setup.device_of().index == 1, "who talks over no NCCL may share one"
 
 
 def test_a_step_count_is_restored_to_the_device_of_its_update_kernel() -> None:

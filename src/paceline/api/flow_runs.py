@@ -146,9 +146,7 @@ def make_flow_router(
     @router.delete("/flows/{flow_run_id}", tags=["flows"])
     def cancel_flow_run(flow_run_id: FlowRunId) -> Success:
         """Request the cancellation of a flow run."""
-        found = _require_prefect(starter).view(
-            flow_run_id
-        )  # raises NotFound for one that is not Paceline's
+        found = _require_prefect(starter).view(flow_run_id)  # of another flow: NotFound
         _require_scope(found.flow)
         _require_own(found, table, coordinator)
         _require_prefect(starter).cancel(flow_run_id)

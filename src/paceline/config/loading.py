@@ -272,7 +272,10 @@ def _explain(
         )
     return InvalidProfile(
         "bad value in profile",
-        got=f"{dotted} = {short_repr(first['input'])}",
+        # S3's parameters may have a customer's own key
+        got=dotted
+        if dotted.startswith("objects.parameters")
+        else f"{dotted} = {short_repr(first['input'])}",
         wanted=_wanted(first["msg"], location),
         where=where,
     )

@@ -333,8 +333,9 @@ def load_runtime(state_dir: Path | str | None = None) -> Runtime:
 def _refused(error: ValidationError, path: Path) -> InvalidProfile:
     first = error.errors()[0]
     key = ".".join(map(str, first["loc"]))
-    # a value elsewhere, or around a key that is missing, may have secrets
-    shown = first["loc"][0] == "profile" and first["type"] != "missing"
+    # a value elsewhere, around a key that is missing, or of an unknown key may have secrets
+    shown = first["loc"][0] == "profile" and first["type"] not in ("missing", "extra_forbidden")
+    shown &= not key.startswith("profile.objects.parameters")  # such as a customer's own key
     return InvalidProfile(
         "this release refuses a value that the installation was set up with",
         got=f"{key} = {short_repr(first['input'])}" if shown else key,

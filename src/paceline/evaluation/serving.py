@@ -90,10 +90,11 @@ def measure_serving(
     batch_ms = prefill_ms
     if rows > 1:  # the better of two: the first one warms up
         batch_ms = min(measured_ms(lambda _: forward(rows), BATCH_RUNS))
+    machine, gpu = serving_machine()
     serving = Serving(
-        machine=platform.node(),
+        machine=machine,
         cpu=processor()[0],
-        gpu=torch.cuda.get_device_name(model.device) if on_gpu else "",
+        gpu=gpu if on_gpu else "",
         threads=torch.get_num_threads(),
         batch=1,
         context=model.context,
@@ -105,6 +106,13 @@ def measure_serving(
         throughput_ms=batch_ms,
     )
     return model, serving
+
+
+def serving_machine() -> tuple[str, str]:
+    """Return the names of this machine and of its GPU, "" where torch has none."""
+    import torch
+
+    return platform.node(), torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
 def batch_rows(model: TextModel) -> int:

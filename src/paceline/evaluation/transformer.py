@@ -24,7 +24,7 @@ from paceline.config import EvaluationSettings
 from paceline.data import Tokenizer
 from paceline.errors import CorruptData, InvalidInput, PermanentError
 from paceline.evaluation.held_out import GROUP, HeldOutDocument
-from paceline.evaluation.serving import in_batches, measure_serving, threads_for
+from paceline.evaluation.serving import in_batches, measure_serving, serving_machine, threads_for
 from paceline.evaluation.text_model import AllowedCode, Ranks, TextModel, Tokens, UserModel
 from paceline.models import weight_files, weights_digest
 from paceline.schemas import RecordedScore, Serving, digest_of
@@ -127,10 +127,11 @@ def score_transformer(
             return model
 
         on_progress(0.0)  # reading the weights and measuring may take minutes
-        if begun is None:
+        serving = _measured_here(begun, ranks)
+        if serving is None:
             model, serving = measure_serving(opened, ranks, settings.serving_batch)
         else:
-            model, serving = opened(), Serving.model_validate(begun.facts["serving"])
+            model = opened()
 
         def save(bits_R: Reals, facts: Mapping[str, Any]) -> None:
             assert on_rows is not None, "it is passed on below"
@@ -222,6 +223,16 @@ def _read(model: TextModel, document: HeldOutDocument, tokenizer: Tokenizer | No
     return _Read(tokens[:-1], tokens[1:], chat.mask[1:])
 
 
+def _measured_here(begun: RecordedScore | None, ranks: Ranks | None) -> Serving | None:
+    """Return the serving figures of ``begun`` where they were measured on this machine, or that of
+    one of the ``ranks``; else None."""
+    found = None if begun is None else Serving.model_validate(begun.facts["serving"])
+    here = found is not None and (found.machine, found.gpu) == serving_machine()
+    if ranks is not None:
+        here = ranks.everyone([here])[0] > 0  # all measure, or none
+    return found if here else None
+
+
 def _bits(
     model: TextModel,
     documents: Sequence[_Read],
@@ -239,11 +250,11 @@ def _bits(
 
     inputs, targets = [each.inputs for each in documents], [each.targets for each in documents]
     batches = _batches(model, targets)
-    rows = [each for batch in batches for each in batch]
+    documents_R = [each.document for batch in batches for each in batch]
     before = [0, *accumulate(map(len, batches))]  # each batch, rows
     share, shares = (0, 1) if ranks is None else (ranks.share, ranks.shares)
     order = digest_of([model.device.type, shares, before])
-    bits_R, bins, first = np.zeros(len(rows)), np.zeros((BINS, 3), dtype=np.int64), 0
+    bits_R, bins, first = np.zeros(len(documents_R)), np.zeros((BINS, 3), dtype=np.int64), 0
     if begun is not None and begun.facts["order"] == order:
         first = before.index(len(begun.bits))
         if share == 0:
@@ -276,10 +287,11 @@ def _bits(
             on_progress(done / len(batches))
             if on_rows is not None and _is_due(saved, ranks):
                 saved_R, sums = _together(bits_R[: before[done]], bins, ranks)
+                _by_document(model, documents_R[: len(saved_R)], saved_R, len(documents))  # finite
                 on_rows(saved_R, {"order": order, "calibration": sums})
                 saved = time.monotonic()
     bits_R, sums = _together(bits_R, bins, ranks)
-    return _by_document(model, [each.document for each in rows], bits_R, len(documents)), sums
+    return _by_document(model, documents_R, bits_R, len(documents)), sums
 
 
 def _by_document(model: TextModel, rows: Sequence[int], bits_R: Reals, documents: int) -> Reals:

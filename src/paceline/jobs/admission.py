@@ -305,19 +305,19 @@ class _Round:
         search = (kind, gang.team, gang.priority, *_shape(gang))
         if gang.ranks >= self.too_many.get(search, gang.ranks + 1):
             return None
-        preemptible_ = {
+        preemptible_jobs = {
             job: each
             for job, each in self.running.items()
             if self._may_preempt(each, gang, reclaims)
         }
         own = {
             job
-            for job, each in preemptible_.items()
+            for job, each in preemptible_jobs.items()
             if excess_slots > 0 and each.gang.team == gang.team
         }
         for offers in (self._on_one_host, self._on_empty_hosts):
             found = []
-            for need, gains in offers(demand, gang, preemptible_):
+            for need, gains in offers(demand, gang, preemptible_jobs):
                 alone = own - {job for jobs in gains for job in jobs}
                 gains |= {(job,): 0 for job in alone}
                 candidates = [
@@ -338,11 +338,11 @@ class _Round:
         return None
 
     def _on_one_host(
-        self, demand: Demand, gang: Gang, preemptible_: Mapping[str, Reservation]
+        self, demand: Demand, gang: Gang, preemptible_jobs: Mapping[str, Reservation]
     ) -> Iterator[Offer]:
         """Yield each host that can hold the gang beside others."""
         here: dict[str, dict[tuple[str, ...], int]] = defaultdict(dict)
-        for job, each in preemptible_.items():
+        for job, each in preemptible_jobs.items():
             for name in each.hosts.keys() & demand.hosts.keys():
                 here[name][(job,)] = each.hosts[name]
         for name in demand.hosts:
@@ -350,12 +350,12 @@ class _Round:
                 yield gang.ranks - self.free_soon[name], here[name]
 
     def _on_empty_hosts(
-        self, demand: Demand, gang: Gang, preemptible_: Mapping[str, Reservation]
+        self, demand: Demand, gang: Gang, preemptible_jobs: Mapping[str, Reservation]
     ) -> Iterator[Offer]:
         """Yield each unit that the gang must fit inside. Gangs that share a host leave together."""
         here: dict[str, set[str]] = defaultdict(set)
         after = dict(self.free_soon)  # if every gang left that may be preempted
-        for job, each in preemptible_.items():
+        for job, each in preemptible_jobs.items():
             for name in each.hosts.keys() & demand.hosts.keys():
                 here[name].add(job)
                 after[name] += each.hosts[name]

@@ -20,6 +20,7 @@ from paceline.storage import ObjectStore
 from paceline.training.base_check import MAX_FILE_BYTES, header_of
 
 FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+FILE_HEADER_BYTES = 1024  # of a file with one tensor, at most
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 PROGRAM, DTYPE = "training.export_program", "training.export_dtype"
 FILE = "training.export_file_bytes"
@@ -98,7 +99,8 @@ def settings_for(
         """Return the key of the first limit that weights in ``dtype`` exceed, or ""."""
         for key, (count, _) in limited.items():
             most = getattr(policy, key)
-            if most is not None and count * BYTES[dtype] > most:
+            header = FILE_HEADER_BYTES if key == "max_file_bytes" else 0
+            if most is not None and count * BYTES[dtype] + header > most:
                 return key
         return ""
 

@@ -86,7 +86,7 @@ class DeploymentState:
         self.replan = False  # membership or a standing changed since the plan was made
         self.replanned_s: float | None = None
         self.fresh: set[str] = set()  # returned after the plan was made: it does not apply to them
-        self.persisted_changed = False  # the memo changed since it was stored
+        self.persisted_changed = False  # the persisted state changed since it was stored
         self.short: set[str] = set()  # they need the origin, and their budget does not allow it
         self.out_of_budget_since_s: float | None = None
         self.origin_replans = 0  # plans made for that reason,
@@ -272,7 +272,7 @@ class DeploymentState:
         self.replan, self.out_of_budget_since_s = False, None
         self.fresh.clear()
         update: dict[str, object] = {"epoch": plan.epoch}
-        # Lost workers keep their place in the line; the plan does not list them, so the memo does.
+        # Lost workers keep their place in the line; the plan does not list them, so this does.
         order = () if next_order((), plan) == self.order else self.order
         if order != self.persisted.order:
             self.persisted = replace(self.persisted, order=order)

@@ -166,7 +166,9 @@ class Coordination:
             try:
                 job = TrainingJob.model_validate_json(json.dumps(record.output))
             except ValidationError as error:
-                log.warning("a job of the release before is left out: %s", error.errors()[0])
+                its = error.errors()[0]  # its input may have what the job keeps to itself
+                why = f"{'.'.join(map(str, its['loc']))}: {its['msg']}"
+                log.warning("job of the release before left out: %s %s", record.input_digest, why)
                 continue
             if self._read(self._layout.key("jobs", job.job_id)) == [None]:
                 moved.append(Save(job))
