@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from paceline.cli.options import every
+from paceline.cli.options import call_every
 from paceline.client import CoordinatorClient
 from paceline.client.installation import FINAL
 from paceline.config import Runtime
@@ -198,7 +198,7 @@ def test_a_whole_job_leaves_none_of_the_secrets_that_it_was_given(
                 "control.flow_starter=prefect")  # fmt: skip
     with (
         installation(tmp_path / "state", *settings) as stack,
-        every(0.2, lambda: leaks.extend(in_process_lists())),
+        call_every(0.2, lambda: leaks.extend(in_process_lists())),
     ):
         await_registered(stack)
         subprocess.run(

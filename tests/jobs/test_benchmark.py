@@ -96,7 +96,7 @@ def test_a_slow_recovery_shows_where_its_seconds_went() -> None:
         (101.0, 1, "running", 0), (103.0, 1, "ended", 1), (110.0, 2, "starting", 1),
         (114.0, 2, "running", 1),
     ):  # fmt: skip
-        fault.run_once(job(at, attempt, state, failures), at)
+        fault.look(job(at, attempt, state, failures), at)
     assert (fault.noticed_s, fault.again_s, fault.seconds) == (3.0, 10.0, 14.0)
     row = jobs_under_faults.recoveries([fault]).iloc[0]
     assert (row["in 10 s"], row["slow: noticed s"], row["slow: ranks again s"]) == (0, 3.0, 10.0)

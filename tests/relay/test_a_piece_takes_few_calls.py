@@ -47,7 +47,7 @@ def traced(directory: Path) -> tuple[float, set[str]]:
             fleet.receipts(DEPLOYMENT, ["second"])
         finally:
             threading.setprofile(None)
-    frames = [at for at, (_, name) in enumerate(calls) if name == "begin"]
+    frames = [at for at, (_, name) in enumerate(calls) if name == "begin_piece"]
     steady = calls[frames[len(frames) // 4] : frames[3 * len(frames) // 4]]
     pieces = 3 * len(frames) // 4 - len(frames) // 4
     files = {file for file, _ in steady if "paceline" in Path(file).parts}

@@ -57,7 +57,7 @@ class Shelf:
 
     def receiver(self, name: str, heard: Heard) -> PieceReceiver:
         made = PieceReceiver(self.pull(name, heard))
-        made.ask(Extent(0, 4))
+        made.add_request(Extent(0, 4))
         return made
 
     def data(self, index: int) -> memoryview:
@@ -88,13 +88,13 @@ def test_a_hedged_piece_is_taken_from_whoever_has_it_whole_first(shelf: Shelf) -
     slow, fast = Heard(), Heard()
     first, second = shelf.receiver("slow", slow), shelf.receiver("fast", fast)
     data = shelf.data(1)
-    first.begin(1, len(data))
-    first.take(data[:100])
-    second.begin(1, len(data))
-    second.take(data)
+    first.begin_piece(1, len(data))
+    first.write_block(data[:100])
+    second.begin_piece(1, len(data))
+    second.write_block(data)
     finish(second)
     assert 1 in shelf.staging.verified
-    first.take(memoryview(bytes(len(data) - 100)))  # whatever the loser still brings is dropped
+    first.write_block(memoryview(bytes(len(data) - 100)))  # whatever the loser still brings is dropped
     finish(first)
     assert shelf.on_disk(1) == data
     assert (slow.pieces(), fast.pieces()) == ([1], [1])
@@ -106,9 +106,9 @@ def test_a_hedge_that_comes_later_is_dropped(shelf: Shelf) -> None:
     data = shelf.data(0)
     for receiver in (first, second):
         receiver.begin_piece(0, len(data))
-    first.take(data)
+    first.write_block(data)
     finish(first)
-    second.take(data)
+    second.write_block(data)
     finish(second)
     assert shelf.counters.refetched_bytes == len(data)
 
@@ -119,10 +119,10 @@ def test_a_corrupt_hedge_takes_nothing_over(shelf: Shelf) -> None:
     data = shelf.data(0)
     for receiver in (first, second):
         receiver.begin_piece(0, len(data))
-    first.take(data[:10])
-    second.take(memoryview(bytes(len(data))))
-    assert second.end() == 0
-    first.take(data[10:])
+    first.write_block(data[:10])
+    second.write_block(memoryview(bytes(len(data))))
+    assert second.end_piece() == 0
+    first.write_block(data[10:])
     finish(first)
     assert (good.pieces(), bad.pieces(PieceRejected)) == ([0], [0])
     assert shelf.on_disk(0) == data
@@ -133,9 +133,9 @@ def test_a_hedge_goes_on_where_the_first_writer_is_gone(shelf: Shelf) -> None:
     data = shelf.data(0)
     for receiver in (first, second):
         receiver.begin_piece(0, len(data))
-    first.take(data[:10])
-    first.drop()  # its connection broke
-    second.take(data)
+    first.write_block(data[:10])
+    first.drop_piece()  # its connection broke
+    second.write_block(data)
     finish(second)
     assert shelf.on_disk(0) == data
 
@@ -145,9 +145,9 @@ def test_a_corrupt_first_writer_leaves_the_piece_to_its_hedge(shelf: Shelf) -> N
     data = shelf.data(0)
     for receiver in (first, second):
         receiver.begin_piece(0, len(data))
-    first.take(memoryview(bytes(len(data))))
-    assert first.end() == 0
-    second.take(data)
+    first.write_block(memoryview(bytes(len(data))))
+    assert first.end_piece() == 0
+    second.write_block(data)
     finish(second)
     assert shelf.on_disk(0) == data
 

@@ -135,7 +135,7 @@ def test_a_join_is_not_answered_again_once_its_token_has_ended(rest: Rest) -> No
     record = book.find(token.split("_")[1])
     assert record.expires_at - record.created_at == pytest.approx(3600)
     with pytest.raises(AccessDenied):
-        book.recognise(token, record.expires_at)
+        book.authenticate(token, record.expires_at)
     assert rest.revoke(answer.json()["token"]) == 200
     assert rest.ask("join", "node-1", token, answer.key).status_code == 401
 

@@ -117,7 +117,7 @@ def test_an_evaluation_is_found_by_its_run_and_its_job_alone() -> None:
     key = sealed_records.Reference(kind="evaluation", name="job-1", digest=digest).key
     forged = sealed_records.Reference(kind="evaluation", name="job-1", digest="0" * 64)
     other = run_of(bucket, "a token of scope deploy")
-    sealed_records._put(other, forged, "reference", key, digest_of(forged))
+    sealed_records._write(other, forged, "reference", key, digest_of(forged))
     with pytest.raises(GateRefused, match="cannot be trusted"):
         recorded_evidence(run, "job-1")
 

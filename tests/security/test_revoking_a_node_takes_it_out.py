@@ -215,7 +215,7 @@ def test_a_replaced_node_cannot_return_with_its_old_join_token() -> None:
     new = book.admit(book.join_token(), "2" * 64)
     with pytest.raises(AccessDenied):
         book.admit(old, "1" * 64)
-    assert book.book.recognise(new.text, book.now)
+    assert book.book.authenticate(new.text, book.now)
     assert book.book.barred() == (revoked_admission(old.token_id),)
 
 

@@ -263,7 +263,7 @@ def test_a_token_that_only_deploys_does_not_write_the_ledger(rest: Any) -> None:
 
 def scopes_of_flows(secrets: Any) -> frozenset[Scope]:
     shown = [b"Bearer " + secrets.coordinator_token.encode()]  # what tasks/_support/run.py shows
-    return Authenticator(secrets, TokenRegistry).recognise(shown, NOW).scopes
+    return Authenticator(secrets, TokenRegistry).authenticate(shown, NOW).scopes
 
 
 def test_the_installations_own_flows_write_the_ledger(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from paceline.cli.options import every
+from paceline.cli.options import call_every
 from paceline.client import AccessClient, CoordinatorClient
 from paceline.config import Endpoints, PriceSettings
 from paceline.errors import AccessDenied, NotFound, TemporaryError
@@ -401,7 +401,7 @@ def reporting(client: CoordinatorClient, *job_ids: str) -> AbstractContextManage
                 first = JobReport(flow_run_id=job.flow_run_id or "", at=0)
                 client.report_job(job_id, job.report or first)
 
-    return every(3, report)
+    return call_every(3, report)
 
 
 OF_ANOTHER = """

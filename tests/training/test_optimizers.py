@@ -131,7 +131,7 @@ def test_muon_takes_the_steps_of_a_plain_loop_with_torchs_two_optimizers() -> No
     settings = change(optimizer="muon")
     losses, _ = by_hand(settings, muon(settings))
     whole = run(settings)
-    assert whole.losses == pytest.approx(losses, abs=1e-6)
+    assert whole.losses == pytest.approx(losses, abs=1e-5)  # its updates are computed in bfloat16
     assert losses != pytest.approx(run().losses, abs=1e-4)
     half = run(settings, should_stop=iter([False, False, True]).__next__)
     rest = run(settings, before=half)

@@ -56,7 +56,7 @@ def test_each_ranks_quarantine_is_reported_once_and_is_in_the_result(camp: Camp)
     assert not news.has_new(bad) and news.new_in(bad) == {}
     bad["a" * 64 + "#7"] = "it raised"
     assert news.new_in(bad)["quarantined_why"] == {"a" * 64 + "#7": "it raised"}
-    assert QuarantineReporter().of({"c" * 64}) == {
+    assert QuarantineReporter().new_in({"c" * 64}) == {
         "quarantined_shards": ["c" * 64],
         "quarantined_why": {},
     }
