@@ -161,7 +161,8 @@ def _require_words(
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     text = config["doc_to_text"]
-    used = {config.get(f"{each}_split") for each in ("test", "validation", "training", "fewshot")}
+    kinds = ("test", "validation", "training", "fewshot")
+    used = {str(config.get(f"{each}_split")) for each in kinds}
     try:
         template = ImmutableSandboxedEnvironment(undefined=StrictUndefined).from_string(text)
     except TemplateError:

@@ -171,8 +171,9 @@ def conversation_of(key: str, row: Mapping[str, object]) -> Sample | UnusableSam
     both = [name for name in ANSWERS if isinstance(row.get(name), str | list)]
     if both and not is_pair(row):  # data of both kinds, as ultrafeedback_binarized
         kept = "messages" if "messages" in row else "prompt, completion"
-        reason = f"it has {kept} and {both[0]}: keep {kept}; or {', '.join(PAIR_FIELDS)}, for pairs"
-    elif is_pair(row):
+        pairs = f"{', '.join(PAIR_FIELDS)}, for pairs"
+        return UnusableSample(key, f"it has {kept} and {both[0]}: keep {kept}; or {pairs}")
+    if is_pair(row):
         reason, messages, answers = _pair(row)
     elif "messages" not in row and isinstance(row["completion"], list):
         messages, answers = row["prompt"], [row["completion"]]
