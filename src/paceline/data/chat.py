@@ -178,11 +178,11 @@ class ChatTemplate:
         up_to = self._render(messages[: number + 1], tools)
         asked = self._render(messages[: number or 1], tools, add_generation_prompt=True)
         if number:
-            start = len(asked) if up_to.startswith(asked) else 0
+            start = len(asked) if up_to.startswith(asked) else -1
         else:  # nothing precedes it: what introduces an answer is what introduces the next one
             opening = asked.removeprefix(up_to)
-            start = up_to.find(opening) + len(opening) if opening in up_to else 0
-        if not (start and text.startswith(up_to)):
+            start = up_to.find(opening) + len(opening) if opening and opening in up_to else -1
+        if start < 0 or not text.startswith(up_to):
             raise ValueError(
                 f"the chat template renders what precedes the end of message {number + 1} "
                 f"differently by itself: {do}"

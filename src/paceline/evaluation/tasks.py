@@ -9,8 +9,6 @@ are compared document by document.
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -187,21 +185,21 @@ def _rows(file: Path, kind: str, task: Path) -> list[Any]:
     """Return the rows of a data file that has passed ``_require_rows``; none of a packed one."""
     if file.suffix in PACKED:
         return []
-    if kind == "parquet":
-        from pyarrow import parquet
-
-        try:
-            return list(parquet.read_table(file).to_pylist())
-        except (ValueError, OSError) as error:
-            raise _unreadable(str(error).splitlines()[0][:200], kind, file, task) from error
     data = file.read_bytes()
+    if kind == "text":
+        return [{"text": each} for each in data.decode(errors="replace").split("\n")]
     if kind == "json":
         lines = [each for each in data.splitlines() if each.strip()]
         return json.loads(data) if data.lstrip()[:1] == b"[" else [json.loads(x) for x in lines]
-    text = data.decode("utf-8-sig", errors="replace")
-    if kind == "csv":
-        return list(csv.DictReader(io.StringIO(text)))
-    return [{"text": each} for each in text.split("\n")]
+    from pyarrow import csv, parquet
+
+    try:
+        if kind == "parquet":
+            return list(parquet.read_table(file).to_pylist())
+        options = csv.ParseOptions(newlines_in_values=True)
+        return list(csv.read_csv(file, parse_options=options).to_pylist())
+    except (ValueError, OSError) as error:
+        raise _unreadable(str(error).partition("\n")[0][:200], kind, file, task) from error
 
 
 def _unreadable(problem: str, kind: str, file: Path, task: Path) -> InvalidInput:
