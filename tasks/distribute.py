@@ -37,7 +37,7 @@ from paceline.tasks._support.cancelling import stop_if_cancelled
 from paceline.tasks._support.lineage import log_relay
 from paceline.tasks._support.run import RESTART_WAIT_S, Run
 from paceline.tasks._support.stages import stage
-from paceline.units import size
+from paceline.units import counted, size
 
 POLL_S = 0.2
 READ_BYTES_S = 100e6  # of a node's copy, at the least
@@ -155,7 +155,7 @@ def relay(
     profile = run.runtime.profile
 
     def work() -> dict[str, Any]:
-        said = f"{stage} {manifest.model_id} to {len(targets)} nodes"
+        said = f"{stage} {manifest.model_id} to {counted(len(targets), 'node')}"
         with artifacts.Progress(f"{stage} {manifest.model_id}", said) as page:
             return moved(page)
 
@@ -190,7 +190,7 @@ def relay(
         work,
         still_true=lambda _output: holds_everywhere(run, manifest, targets),
         describe=lambda o: (
-            f"{o['workers']} workers in {o['seconds']:.2f} s "
+            f"{counted(o['workers'], 'worker')} in {o['seconds']:.2f} s "
             f"(bound {o['bound_seconds']:.2f} s, {size(o['total_bytes'])} each), "
             f"{o['pieces_reused']} pieces reused"
         ),
@@ -253,7 +253,7 @@ def verify_on_nodes(
                 f"`paceline distribute {manifest.model_id} {manifest.version}` to bring another."
             ),
         )
-    message = f"{len(targets)} nodes verified {size(manifest.total_size)} each"
+    message = f"{counted(len(targets), 'node')} verified {size(manifest.total_size)} each"
     seconds = run.finish(stage, began, message + (f", {len(resident)} vouched" if resident else ""))
     return Verified(
         verified=len(targets),
@@ -281,7 +281,9 @@ def activate(
     client = run.coordinator
     run.retry(lambda: client.activate(deployment_id, allow_older=allow_older), RESTART_WAIT_S)
     client.await_switch(deployment_id, deadline_s, list(targets))
-    seconds = run.finish(stage, began, f"{manifest.version} is active on {len(targets)} nodes")
+    seconds = run.finish(
+        stage, began, f"{manifest.version} is active on {counted(len(targets), 'node')}"
+    )
     return Activated(activated=tuple(targets), seconds=seconds, deployment_id=deployment_id)
 
 

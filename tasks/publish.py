@@ -30,7 +30,7 @@ from paceline.storage import is_remote, remote_model
 from paceline.tasks._support import artifacts, stages
 from paceline.tasks._support.cancelling import noticed, stop_if_cancelled
 from paceline.tasks._support.run import Run, StageResult
-from paceline.units import size
+from paceline.units import counted, size
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def publish_directory(run: Run, directory: str, model_id: str, version: str) -> 
     with publish_progress(run, f"{model_id} {version}") as progress:
         manifest = _publish(run, Path(directory), model_id, version, **progress)
     output = _published(manifest, url)
-    said = f"{size(manifest.total_size)} in {len(manifest.files)} files at {url}"
+    said = f"{size(manifest.total_size)} in {counted(len(manifest.files), 'file')} at {url}"
     seconds = run.finish("publish", began, said)
     return StageResult(stage="publish", output=output, seconds=seconds, reused=None)
 

@@ -46,6 +46,7 @@ from paceline.training import (
     store_job,
     with_derived_id,
 )
+from paceline.units import counted
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ def _worked(run: Run, job: TrainJob, asked: TrainingSettings, known: Sequence[No
     """Record the job, train it, once more each time that it is preempted, and record the result."""
     record_job(run.registry, run.mlflow_run, job)
     store_job(job, run.store)  # for a continuation
-    said = f"{job.settings.steps} steps on {job.settings.ranks} ranks"
+    said = f"{counted(job.settings.steps, 'step')} on {counted(job.settings.ranks, 'rank')}"
     with (
         artifacts.Progress("training", said) as page,
         Figures(partial(run.registry.log_metrics, run.mlflow_run), page.show) as figures,
@@ -373,8 +374,9 @@ def _one_line(trained: Trained, prices: PriceSettings) -> str:
     total = cost_of(trained, prices).total
     cost = "" if total is None else f", {money(total)} {prices.currency}"
     return (
-        f"{trained.steps} steps, loss {trained.final_loss or math.nan:.3f}, "
-        f"{trained.tokens_per_second:.0f} tokens/s, {len(trained.restarts)} restarts{cost}"
+        f"{counted(trained.steps, 'step')}, loss {trained.final_loss or math.nan:.3f}, "
+        f"{trained.tokens_per_second:.0f} tokens/s, "
+        f"{counted(len(trained.restarts), 'restart')}{cost}"
     )
 
 

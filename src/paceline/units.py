@@ -85,6 +85,11 @@ def size(count: float) -> str:
     return f"{count:,.1f} PB"
 
 
+def counted(count: int, what: str) -> str:
+    """Return a count with its noun, such as "1 rank" or "2,000 ranks"."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def duration(seconds: float) -> str:
     """Return seconds with a unit, such as 9.5 s or 1:30 min."""
     if seconds < 99.5:

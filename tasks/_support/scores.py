@@ -41,6 +41,7 @@ from paceline.training.launcher import (
     NodePool,
     launcher_argv,
 )
+from paceline.units import counted
 
 logger = logging.getLogger(__name__)
 
@@ -375,7 +376,7 @@ def scored_on_ranks(
         elif kind == "unscored":
             run.warn(f"{data['model']} is scored by one process: code_ref {data['code_ref']}")
         elif kind == "step":
-            message = f"{data['message']}, on {settings.ranks} ranks"
+            message = f"{data['message']}, on {counted(settings.ranks, 'rank')}"
             run.report("evaluate", 0.9 * float(data["fraction"]), message)
         elif kind == "failed" and data.get("code") != PeerLost.__name__:
             failed.update(data)

@@ -117,7 +117,7 @@ def lines_of(text: str) -> dict[str, str]:
 @pytest.mark.usefixtures("bob")
 def test_the_approver_sees_the_figures_and_decides(served: Served) -> None:
     evidence = judged()
-    request = ask(served, evidence)
+    request = ask(served, evidence, page="http://127.0.0.1/prefect")
     text = paceline("approve", RUN, "--show")
     assert text.returncode == 0, text.stderr
     shown = text.stdout
@@ -135,6 +135,7 @@ def test_the_approver_sees_the_figures_and_decides(served: Served) -> None:
         assert digest[:12] in shown
         assert digest not in shown
     assert "s3://paceline/data/snapshots/7777" in shown
+    assert f"  page      {served.url}/fleet#approval={RUN}\n" in shown, "where a token approves"
     assert "asked by" in shown
     assert "expires" in shown
     assert f"next:     paceline approve {RUN} --evidence {request.evidence_digest[:12]}" in shown

@@ -91,6 +91,70 @@ def test_the_mask_is_of_what_assistants_say(model: Path, template: str) -> None:
 
 
 @pytest.mark.parametrize("template", [MARKED, CHATML], ids=["marked", "by difference"])
+def test_a_message_of_weight_0_does_not_count(model: Path, template: str) -> None:
+    """OpenAI's format: what is counted is what the other answers add."""
+    (model / "chat_template.jinja").write_text(template)
+    found = ChatTemplate(str(model / "tokenizer.json"))
+    messages = conversation(4, 3)["messages"]
+    text, tokens, mask = found.tokens(messages)
+    messages[1]["weight"], messages[3]["weight"] = 0, 1
+    again, same, weighted = found.tokens(messages)
+    assert (again, same.tolist()) == (text, tokens.tolist())
+    assert "it is 4" in found._tokenizer.decode(tokens[mask & ~weighted])
+    assert said_by_assistants(found, messages).replace("\n", "") == (
+        "it is 5<|im_end|>it is 6<|im_end|>"
+    )
+
+
+@pytest.mark.parametrize("template", [MARKED, CHATML], ids=["marked", "by difference"])
+def test_an_answer_that_begins_a_conversation_counts(model: Path, template: str) -> None:
+    (model / "chat_template.jinja").write_text(template)
+    found = ChatTemplate(str(model / "tokenizer.json"))
+    messages = conversation(4, 2)["messages"][1:]
+    said = said_by_assistants(found, messages).replace("\n", "")
+    assert said == "it is 4<|im_end|>it is 5<|im_end|>"
+
+
+def test_an_opening_that_a_template_writes_otherwise_is_explained(model: Path) -> None:
+    """One that introduces no answer leaves no way to tell where the first one begins."""
+    (model / "chat_template.jinja").write_text(
+        "{% for each in messages %}[{{ each.role }}] {{ each.content }}<|im_end|>{% endfor %}"
+    )
+    found = ChatTemplate(str(model / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"message 1 differently.*mark what assistants say"):
+        found.tokens(conversation(4, 2)["messages"][1:])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"role": "assistant", "weight": 0.5}, "message 2 of 'assistant' has weight 0.5: 0 or 1"),
+        ({"role": "assistant", "weight": True}, "has weight True: 0 or 1"),
+        ({"role": "user", "weight": 1}, "of 'user' has weight 1: an assistant's alone counts"),
+        ({"role": "assistant", "weight": 0}, "every message of an assistant has weight 0"),
+    ],
+)
+def test_other_weights_are_left_out_with_the_reason(
+    model: Path, tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
+    odd = conversation(99)
+    odd["messages"][1] |= change
+    record = built([*ROWS, odd], model, tmp_path).record
+    assert record.skipped == 1
+    assert reason in record.skipped_examples[0]
+
+
+def test_rows_with_messages_and_a_pair_name_the_fields_to_keep(model: Path, tmp_path: Path) -> None:
+    both = conversation(98) | {"prompt": "what?", "chosen": "this", "rejected": "that"}
+    other = {"prompt": "what?", "completion": "this", "rejected": "that", "chosen": None}
+    record = built([*ROWS, both, other], model, tmp_path).record
+    assert record.skipped == 2
+    first, second = record.skipped_examples[:2]
+    assert "has messages and chosen: keep messages; or prompt, chosen, rejected, for" in first
+    assert "has prompt, completion and rejected: keep prompt, completion; or" in second
+
+
+@pytest.mark.parametrize("template", [MARKED, CHATML], ids=["marked", "by difference"])
 def test_a_template_that_has_the_bos_gets_no_second_one(tmp_path: Path, template: str) -> None:
     """The tokenizer's post-processor adds it to a text, and not to a rendered conversation."""
     messages = conversation(3, turns=2)["messages"]

@@ -82,6 +82,10 @@ def test_it_says_what_the_data_are_of_the_snapshots_record(tmp_path: Path) -> No
         f"{size} bytes of text to learn from; {40 - documents} documents held out; "
         "purpose `support`, project `desk` |"
     ) in card
+    of_default = snapshot.record.model_copy(update={"project": DataSettings().project})
+    unnamed = replace(snapshot, record=of_default)
+    card = model_card(evaluation(), asked, is_pretrained=False, data=unnamed)
+    assert "purpose `support` |" in card, "no project is named where the user named none"
     odd = snapshot.record.model_copy(update={"source": "a|b`c\nd"})
     hostile = model_card(
         evaluation(), asked, is_pretrained=False, data=replace(snapshot, record=odd)

@@ -21,6 +21,7 @@ import pytest
 from tests.journeys.fleet import (
     BUCKET,
     ENVIRONMENT,
+    MODEL,
     Fleet,
     bring_up_three,
     name_of,
@@ -134,6 +135,21 @@ def audited(old: Upgraded) -> list[Any]:
     return list(json.loads(done.ok().out)["events"])
 
 
+def queue_job(old: Upgraded) -> str:
+    """Return the id of a training job that the release before keeps: its flow is another's, as no
+    Prefect runs here."""
+    control, body = old.fleet.control, {"run_id": "run-20261120-153600-9f3a1c"}
+    spec = {"model_id": MODEL, "version": "small", "data_snapshot": f"s3://{BUCKET}/data"}
+    token = control.run("paceline", "tokens", "create", "--name", "jobs", "--scope", "ledger").ok()
+    done = old.ci.run(
+        *("curl", "-sS", "--fail-with-body", "--location-trusted", "--cacert", "ca.pem"),
+        *("-H", f"Authorization: Bearer {token.out.strip()}"),
+        *("-H", "Content-Type: application/json", "-d", json.dumps(body | {"spec": spec})),
+        f"https://{control.address}:7400/v1/training-jobs/adopt",
+    ).ok()
+    return str(json.loads(done.out)["job"]["job_id"])
+
+
 def begin_training(old: Upgraded) -> list[dict[str, Any]]:
     """Train on the CI host with the release before, stop after a checkpoint; return its steps."""
     script = 'for n in $(seq 40); do seq -f "line %g of text $n" 900 > texts/$n.txt; done'
@@ -159,7 +175,7 @@ def test_a_deployment_goes_on_while_coordinators_and_nodes_are_upgraded(
     fleet, ci, token = old.fleet, old.ci, old.token
     assert version(fleet.control) == "0.0.9"
     small = fleet.publish("small", 2.0, ENVIRONMENT)
-    before = begin_training(old)
+    before, job = begin_training(old), queue_job(old)
     wanted = fleet.publish("1", MEGABYTES, ENVIRONMENT)
     sent, began = old.bed.bed.counters()["origin_out"], time.monotonic()
     made = json.loads(fleet.distribute(ci, token, "1", fleet.nodes).ok().out)["deployment_id"]
@@ -174,6 +190,8 @@ def test_a_deployment_goes_on_while_coordinators_and_nodes_are_upgraded(
         fleet.start_replica(each)
         assert version(each) != "0.0.9"
     coordinators_s = time.monotonic() - began
+    listed = json.loads(fleet.control.run("paceline", "jobs", "list", "--json").ok().out)["jobs"]
+    assert [each["job_id"] for each in listed] == [job], "which the release before kept"
     for node in fleet.nodes[:-1]:
         had = held(node)
         stop(node, "stop-agent", "agent")

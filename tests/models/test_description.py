@@ -121,6 +121,29 @@ def test_biases_that_the_config_names_are_known(changes: dict[str, Any], tmp_pat
     checked(write_model("llama", tmp_path, **changes))
 
 
+@pytest.mark.parametrize("is_by_kind_of_layer", [False, True])
+def test_longrope_rows_stay_within_the_original_window(
+    is_by_kind_of_layer: bool, tmp_path: Path
+) -> None:
+    """Beyond it all positions turn otherwise, as soon as one document of a batch is longer."""
+    rope: dict[str, Any] = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32,
+        "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+    }  # fmt: skip
+    if is_by_kind_of_layer:
+        plain = {"rope_type": "default", "rope_theta": 10000.0}
+        made = write_model("gemma3_text", tmp_path)
+        change_config(made, rope_parameters={"full_attention": rope, "sliding_attention": plain})
+    else:
+        made = write_model("llama", tmp_path, rope_parameters=rope)
+        checked(made).require_trainable(32, "", 256)
+        with pytest.raises(InvalidInput, match=r"at most 32 \(original_max_position"):
+            Pretrained.open(made).require_trainable(33, "", 256)
+    require_described(made, 32, "", 256)
+    with pytest.raises(InvalidInput, match=r"at most 32 .*longrope.*--set model\.context=32"):
+        require_described(made, 33, "", 256)
+
+
 def test_the_text_model_of_a_multimodal_gemma_trains_as_the_refusal_says(tmp_path: Path) -> None:
     vision = {
         "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,

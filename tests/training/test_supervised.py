@@ -123,13 +123,15 @@ def test_an_export_of_our_own_model_has_the_template_of_its_data(tmp_path: Path)
     source = tmp_path / "chat"
     source.mkdir()
     (source / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows()))
-    typed(
+    done = typed(
         *("train", "--text", str(source), "--output", str(tmp_path / "out"), "--steps", "1"),
         *("--ranks", "1", "--set", "model.parameters=30000", "--set", f"model.context={CONTEXT}"),
         *("--set", f"data.tokenizer={tokenizer}/tokenizer.json", "--set", "data.format=jsonl"),
         *("--set", "data.batching=packed", "--set", "training.batch_sequences=4"),
     )
     (export,) = (tmp_path / "out").glob("checkpoints/*/export")
+    assert "done: 1 step on 1 rank in " in done.stdout
+    assert f"paceline generate {export} PROMPT --chat\n" in done.stdout
     before, after = (ChatTemplate(f"{each}/tokenizer.json") for each in (tokenizer, export))
     assert after.digest == before.digest
     assert after.prompt("3 and 4") == before.prompt("3 and 4"), "tokens, and what ends an answer"

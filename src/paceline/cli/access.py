@@ -303,11 +303,14 @@ def approve(
         decided = retry(lambda: client.decide_promotion(run_id, call), START_S, notice)
         found = {"evidence": shown.evidence, "no_evidence": shown.no_evidence}
         shown = decided.model_copy(update=found)
-    show(shown.model_dump(mode="json"), as_json, *map(printable, _approval_lines(shown)))
+    from paceline.cli.installation import approval_page
+
+    page = approval_page(client, run_id)
+    show(shown.model_dump(mode="json"), as_json, *map(printable, _approval_lines(shown, page)))
     return 0
 
 
-def _approval_lines(shown: ApprovalShown) -> list[str]:
+def _approval_lines(shown: ApprovalShown, page: str) -> list[str]:
     from paceline.evaluation import judgement_lines
 
     request, approval, found = shown.request, shown.approval, shown.evidence
@@ -323,7 +326,7 @@ def _approval_lines(shown: ApprovalShown) -> list[str]:
         facts |= {"reviewed": "; ".join(found.reviewed)} if found.reviewed else {}
     digests = request.evidence_digest, request.report_digest, request.policy_digest
     facts["evidence"] = "{:.12}, report {:.12}, policy {:.12}".format(*digests)
-    facts |= {"page": request.page} if request.page else {}
+    facts["page"] = page
     facts["expires"] = moment(request.expires_at)
     if shown.status == "waiting":
         decide = f"paceline approve {request.run_id} --evidence {request.evidence_digest:.12}"

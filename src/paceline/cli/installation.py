@@ -43,7 +43,7 @@ from paceline.config import (
 from paceline.errors import InvalidInput, PacelineError, SourceMissing
 from paceline.extras import require_extras
 from paceline.schemas import Links, Started, Stopped, one_of
-from paceline.units import link_mbit as speed
+from paceline.units import counted, link_mbit as speed
 
 
 @click.command()
@@ -59,8 +59,8 @@ def up(state: Path | None, profile: str, overrides: tuple[str, ...], as_json: bo
     directory = state_directory(state)
     began = time.monotonic()
     notice(
-        f"starting S3, Prefect, MLflow, Dask with {settings.cluster.nodes} nodes and the "
-        f"coordinator in {directory} …",
+        f"starting S3, Prefect, MLflow, Dask with {counted(settings.cluster.nodes, 'node')} and "
+        f"the coordinator in {directory} …",
         mark="",
     )
     with _naming_services(directory, began):
@@ -187,7 +187,7 @@ def run_pages(runtime: Runtime, run_id: str, mlflow: str = "") -> dict[str, str]
     def in_fleet() -> str | None:
         client = CoordinatorClient.of(runtime)
         if any(each.run_id == run_id for each in client.approvals()):
-            return f"{client.base_url}/fleet#approval={run_id}"
+            return approval_page(client, run_id)
         brought = [each for each in client.deployments() if each.run_id == run_id]
         if brought:
             return deployment_page(client, brought[-1].deployment_id)
@@ -200,6 +200,11 @@ def run_pages(runtime: Runtime, run_id: str, mlflow: str = "") -> dict[str, str]
             if page := look():
                 found[name] = page
     return found
+
+
+def approval_page(client: CoordinatorClient, run_id: str) -> str:
+    """Return where the fleet page shows a promotion, to be decided with a token."""
+    return f"{client.base_url}/fleet#approval={run_id}"
 
 
 def deployment_page(client: CoordinatorClient, deployment_id: str) -> str:

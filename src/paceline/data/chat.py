@@ -128,59 +128,66 @@ class ChatTemplate:
     ) -> tuple[str, Array, Array]:
         """Return a conversation's text, tokens and mask: True where an assistant says the token.
 
-        The first ``prompt`` messages do not count. Raises ValueError, with the reason, for a
-        conversation that the template refuses, or of which no token counts; InvalidInput where
-        there is no template that works.
+        Messages with ``weight`` 0 and the first ``prompt`` ones do not count. Raises ValueError,
+        with the reason, for a conversation that the template refuses, or of which no token counts;
+        InvalidInput where there is no template that works.
         """
         self.is_used = True
         text = self._render(messages, tools)
+        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        tokens = np.array(found["input_ids"])
+        starts, ends = np.array(found["offset_mapping"]).reshape(-1, 2).T
+        said = [n for n, each in enumerate(messages) if each["role"] == "assistant"]
+        left_out = [n for n in said if messages[n].get("weight") == 0]
         if _GENERATION.search(self._template_for(tools)):
-            found = self._apply(
+            marked = self._apply(
                 messages,
                 tools,
                 tokenize=True,
                 return_dict=True,
                 return_assistant_tokens_mask=True,
             )
-            tokens, mask = np.array(found["input_ids"]), np.array(found["assistant_masks"], bool)
+            mask = np.array(marked["assistant_masks"], bool)
+            for number in left_out:
+                start, end = self._span(messages, number, tools, text, "leave its weight 0 out")
+                mask &= (ends <= start) | (starts >= end)
         else:
-            found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-            tokens = np.array(found["input_ids"])
-            starts, ends = np.array(found["offset_mapping"]).reshape(-1, 2).T
             mask = np.zeros(len(tokens), bool)
-            for start, end in self._answers(messages, tools, text):
+            do = "mark what assistants say with {% generation %}"
+            for number in sorted({*said} - {*left_out}):
+                start, end = self._span(messages, number, tools, text, do)
                 mask |= (starts >= start) & (ends <= end) & (starts < ends)
         if prompt:
             before = self._render(messages[:prompt], tools, add_generation_prompt=True)
             if not text.startswith(before):
                 raise ValueError("the chat template renders the prompt differently by itself")
-            found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-            mask &= [start >= max(1, len(before)) for start, _ in found["offset_mapping"]]
+            mask &= starts >= max(1, len(before))
         if not mask[1:].any():
             raise ValueError("no token is an assistant's")
         return text, tokens.astype(np.uint32), mask
 
-    def _answers(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None, text: str
-    ) -> list[tuple[int, int]]:
-        """Return where each message of an assistant begins and ends in ``text``.
+    def _span(
+        self, messages: list[Any], number: int, tools: list[Any] | None, text: str, do: str
+    ) -> tuple[int, int]:
+        """Return where an assistant's message begins, after what introduces it, and ends in
+        ``text``.
 
-        Raises ValueError where the template renders the start of a conversation differently once it
-        goes on (it drops reasoning, say).
+        Raises ValueError, with what to ``do``, where the template renders the start of a
+        conversation differently once it goes on (it drops reasoning, say).
         """
-        found = []
-        for number, each in enumerate(messages):
-            if each["role"] != "assistant":
-                continue
-            before = self._render(messages[:number], tools, add_generation_prompt=True)
-            up_to = self._render(messages[: number + 1], tools)
-            if not (text.startswith(up_to) and up_to.startswith(before)):
-                raise ValueError(
-                    f"the chat template renders what precedes the end of message {number + 1} "
-                    "differently by itself: mark what assistants say with {% generation %}"
-                )
-            found.append((len(before), len(up_to)))
-        return found
+        up_to = self._render(messages[: number + 1], tools)
+        asked = self._render(messages[: number or 1], tools, add_generation_prompt=True)
+        if number:
+            start = len(asked) if up_to.startswith(asked) else -1
+        else:  # nothing precedes it: what introduces an answer is what introduces the next one
+            opening = asked.removeprefix(up_to)
+            start = up_to.find(opening) + len(opening) if opening and opening in up_to else -1
+        if start < 0 or not text.startswith(up_to):
+            raise ValueError(
+                f"the chat template renders what precedes the end of message {number + 1} "
+                f"differently by itself: {do}"
+            )
+        return start, len(up_to)
 
     def _render(self, messages: list[Any], tools: list[Any] | None, **more: Any) -> str:
         return str(self._apply(messages, tools, tokenize=False, **more))

@@ -170,11 +170,13 @@ class Snapshot:
             sum(getattr(each, name) for each in learned)
             for name in ("documents", "tokens", "text_bytes")
         )
+        unnamed = DataSettings.model_fields["project"].default
+        project = f", project `{record.project}`" * (record.project != unnamed)
         source = printable(record.source).replace("`", "'").replace("|", "/")
         return (
             f"snapshot `{self.digest}`: `{source}`, {documents:,} documents, {tokens:,} tokens, "
             f"{text_bytes:,} bytes of text to learn from; {record.documents - documents:,} "
-            f"documents held out; purpose `{record.purpose}`, project `{record.project}`"
+            f"documents held out; purpose `{record.purpose}`{project}"
         )
 
     @property

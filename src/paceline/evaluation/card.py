@@ -6,6 +6,7 @@ from paceline.data import Snapshot
 from paceline.evaluation.report import comparison_rows, scored_text
 from paceline.models import card_text
 from paceline.schemas import Evaluation, TrainResult
+from paceline.units import counted
 
 
 def model_card(
@@ -23,7 +24,8 @@ def model_card(
     rows = {
         "base model": f"{base}, manifest `{evaluation.base_manifest_digest}`",
         "data": f"snapshot `{trained.snapshot_digest}`" if data is None else data.in_words,
-        "job": f"`{trained.job_id}`, {trained.steps} steps on {trained.ranks} ranks",
+        "job": f"`{trained.job_id}`, {counted(trained.steps, 'step')} on "
+        f"{counted(trained.ranks, 'rank')}",
         "configuration": f"`{trained.config_digest}`",
         "code": f"`{trained.code_version}`",
         "weights": f"`{trained.weights_digest}`",

@@ -291,6 +291,33 @@ class HasVocabulary(Protocol):
     def tokenizer_digest(self) -> str: ...
 
 
+def require_context(config: Mapping[str, Any], context: int, where: Path) -> None:
+    """Raise InvalidInput where rows of ``context`` tokens are longer than ``config``, the
+    config.json in ``where``, has positions for.
+
+    With longrope, beyond the window of before also the first tokens turn by other frequencies as
+    soon as one document of what a rank computes at once is longer: losses would depend on the mesh,
+    on microbatches and on packing.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    # one for all layers, or one for each kind of layer
+    kinds = (rope, *rope.values()) if isinstance(rope, Mapping) else ()
+    key = "original_max_position_embeddings"
+    limits = {"max_position_embeddings": config.get("max_position_embeddings")}
+    for each in kinds:
+        if isinstance(each, Mapping) and "longrope" in (each.get("rope_type"), each.get("type")):
+            limits[f"{key} of rope_type longrope"] = config.get(key) or each.get(key)
+    for name, most in limits.items():
+        if isinstance(most, int) and context > most:
+            raise InvalidInput(
+                "rows are longer than the model's context",
+                got=f"{context} tokens",
+                wanted=f"at most {most} ({name})",
+                where=where,
+                do=f"Set model.context: --set model.context={most}",
+            )
+
+
 def require_tokenizer(config: HasVocabulary, tokenizer_digest: str, vocabulary: int) -> None:
     """Raise InvalidInput unless the model can read data of this tokenizer.
 

@@ -13,7 +13,7 @@ from typing import Any
 from paceline.config import LoraSettings
 from paceline.errors import CorruptData, InvalidInput
 from paceline.manifest import EMBEDDINGS, ties_embeddings
-from paceline.models.config import require_tokenizer
+from paceline.models.config import require_context, require_tokenizer
 from paceline.models.files import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -79,15 +79,7 @@ def require_described(
     own = file_sha256(path) if path.is_file() else ""
     rows = int(sizes.get("vocab_size", vocabulary))
     require_tokenizer(_Described(rows, own), tokenizer_digest, vocabulary)
-    longest = raw.get("max_position_embeddings")
-    if isinstance(longest, int) and context > longest:
-        raise InvalidInput(
-            "rows are longer than the model's context",
-            got=f"{context} tokens",
-            wanted=f"at most {longest} (max_position_embeddings)",
-            where=directory,
-            do="Set model.context: --set model.context=…",
-        )
+    require_context(raw, context, directory)
     _require_shapes(directory, raw, _tensors(directory), list(sizes.values()))
 
 

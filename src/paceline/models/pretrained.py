@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import InvalidInput
-from paceline.models.config import BY_LENGTH, FAMILIES, require_tokenizer
+from paceline.models.config import BY_LENGTH, FAMILIES, require_context, require_tokenizer
 from paceline.models.description import is_unread
 from paceline.models.files import (
     CONFIG_FILE,
@@ -115,14 +115,7 @@ class Pretrained:
     def require_trainable(self, context: int, tokenizer_digest: str, vocabulary: int) -> None:
         """Raise InvalidInput unless rows of ``context`` tokens of this tokenizer fit the model."""
         require_tokenizer(self, tokenizer_digest, vocabulary)
-        if context > self.longest_context:
-            raise InvalidInput(
-                "rows are longer than the model's context",
-                got=f"{context} tokens",
-                wanted=f"at most {self.longest_context} (max_position_embeddings)",
-                where=self.directory,
-                do="Set model.context: --set model.context=…",
-            )
+        require_context(self.config.to_dict(), context, self.directory)
 
     def require_sound(self) -> None:
         """Raise InvalidInput where a weight is not finite, or tied weights differ; reads all."""

@@ -332,7 +332,8 @@ def train_here(
         lines = Lines(job, record)
         handler.addFilter(lines.is_news)
         lines.begin(output)
-        for line in (*facts(job, *single.snapshot_and_config(job)), beside(job, record)):
+        data, config = single.snapshot_and_config(job)
+        for line in (*facts(job, data, config), beside(job, record)):
             if line:
                 say(line)
         followers: list[Callable[[RankEvent], None]] = [lines]
@@ -366,7 +367,7 @@ def train_here(
                 "this very training is finished: nothing was trained again, this is its result "
                 "(another mesh or number of ranks is the same training; --output DIR starts anew)"
             )
-        click.echo("\n".join(summary(job, result)))
+        click.echo("\n".join(summary(job, result, as_chat=data.template_url is not None)))
         if logged is not None and logged.run_id:
             click.echo(f"  mlflow        {logged.uri}, run {logged.run_id}")
     return 0

@@ -23,7 +23,7 @@ from paceline.errors import Cancelled
 from paceline.system import usable_cores
 from paceline.text import OneLine
 from paceline.training.deadlines import Deadlines
-from paceline.units import duration, size
+from paceline.units import counted, duration, size
 
 if TYPE_CHECKING:
     from paceline.data import Snapshot
@@ -100,7 +100,8 @@ class Lines:
         """Print the job and its settings."""
         settings = self._job.settings
         say(
-            f"training {self._job.job_id}: {settings.steps} steps on {settings.ranks} ranks, "
+            f"training {self._job.job_id}: {counted(settings.steps, 'step')} on "
+            f"{counted(settings.ranks, 'rank')}, "
             f"below {output}"
         )
 
@@ -320,15 +321,16 @@ def beside(job: TrainJob, checkpoints: Path) -> str | None:
     )
 
 
-def summary(job: TrainJob, result: TrainResult) -> list[str]:
-    """Return the summary that is printed at the end of a run."""
+def summary(job: TrainJob, result: TrainResult, *, as_chat: bool = False) -> list[str]:
+    """Return the summary that is printed at the end of a run; ``as_chat``: the data were rendered
+    by the model's chat template."""
     from paceline.training import checkpoints_url, display_url, local_record_dir
 
     record = local_record_dir(job)
     unit = "token" if job.settings.dpo is None else "pair"
     lines = [
-        f"done: {result.steps} steps on {result.ranks} ranks in {result.seconds:.1f} s, "
-        f"{result.tokens_per_second:,.0f} tokens/s",
+        f"done: {counted(result.steps, 'step')} on {counted(result.ranks, 'rank')} in "
+        f"{result.seconds:.1f} s, {result.tokens_per_second:,.0f} tokens/s",
         f"  loss          {_shown(result.first_loss)} → {_shown(result.final_loss)} nats a {unit}",
     ]
     if result.stopped_early:
@@ -350,7 +352,9 @@ def summary(job: TrainJob, result: TrainResult) -> list[str]:
     model = display_url(result.export_url)
     lines.append(f"  model         {model}")
     if not job.settings.code_ref:  # of user code: it is judged, not asked
-        lines.append(f"  look at it    paceline generate {shlex.quote(model)} PROMPT")
+        lines.append(
+            f"  look at it    paceline generate {shlex.quote(model)} PROMPT{' --chat' * as_chat}"
+        )
     if job.settings.lora is not None:
         lines.append(f"  adapter       {display_url(checkpoints_url(job))}/adapter")
     if result.ledger is not None:
@@ -365,8 +369,8 @@ def summary(job: TrainJob, result: TrainResult) -> list[str]:
         lines.append(f"  goodput       {ledger.goodput:.1%} from the first step to the last")
     for restart in result.restarts:
         lines.append(
-            f"  restart       {restart.kind}: {restart.reason}; {restart.lost_steps} steps lost, "
-            f"{restart.seconds:.1f} s"
+            f"  restart       {restart.kind}: {restart.reason}; "
+            f"{counted(restart.lost_steps, 'step')} lost, {restart.seconds:.1f} s"
         )
     if result.skipped_batches or result.quarantined_shards:
         lines.append(

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data.snapshot import LOSS_MASK, REJECTED_AT
+from paceline.errors import short_repr
 
 Array = npt.NDArray[Any]
 
@@ -167,6 +168,11 @@ def conversation_of(key: str, row: Mapping[str, object]) -> Sample | UnusableSam
     messages adds, or each answer of a pair), or why it is none."""
     messages, tools = row.get("messages"), row.get("tools")
     answers: list[Any] = []
+    both = [name for name in ANSWERS if isinstance(row.get(name), str | list)]
+    if both and not is_pair(row):  # data of both kinds, as ultrafeedback_binarized
+        kept = "messages" if "messages" in row else "prompt, completion"
+        pairs = f"{', '.join(PAIR_FIELDS)}, for pairs"
+        return UnusableSample(key, f"it has {kept} and {both[0]}: keep {kept}; or {pairs}")
     if is_pair(row):
         reason, messages, answers = _pair(row)
     elif "messages" not in row and isinstance(row["completion"], list):
@@ -217,8 +223,11 @@ def _answer_fault(messages: list[dict[str, Any]], name: str) -> str | None:
 def _chat_fault(messages: object) -> str | None:
     reason = _messages_fault(messages, "messages")
     if reason is None and isinstance(messages, list):
-        roles = {each["role"] for each in messages}
-        reason = None if "assistant" in roles else "no message is an assistant's"
+        weights = [each.get("weight") for each in messages if each["role"] == "assistant"]
+        if not weights:
+            reason = "no message is an assistant's"
+        elif all(each == 0 for each in weights):
+            reason = "every message of an assistant has weight 0"
     return reason
 
 
@@ -230,6 +239,11 @@ def _messages_fault(messages: object, field: str) -> str | None:
             return f"message {number} has no role"
         if not isinstance(each.get("content"), str) and not each.get("tool_calls"):
             return f"message {number} has no text as content"
+        weight, most = each.get("weight"), int(each["role"] == "assistant")
+        if weight is not None and (isinstance(weight, bool) or weight not in (0, most)):
+            return f"message {number} of {each['role']!r} has weight {short_repr(weight, 50)}: " + (
+                "0 or 1" if most else "an assistant's alone counts"
+            )
     return None if messages or field == "messages" else f"its {field!r} is empty"
 
 

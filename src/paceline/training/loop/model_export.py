@@ -39,6 +39,7 @@ from paceline.training.loop.loop import Progress, is_evaluation_step
 from paceline.training.loop.starting_state import RankContext
 from paceline.training.loop.step_guard import EarlyStopping
 from paceline.training.user_code import task_of
+from paceline.units import counted
 
 ADAPTER = "adapter"  # directory beside the export
 BASE_CARD = "base-README.md"  # in the state directory of a training on one machine; may be empty
@@ -140,7 +141,7 @@ def _card(rank_context: RankContext, steps: int, digest: str) -> str:
         "model": f"`{code_ref}`",
         "base model": base if is_alone else f"{job.model_id} {job.version}, {base}",
         "data": rank_context.snapshot.in_words,
-        "job": f"`{job.job_id}`, {steps} steps",
+        "job": f"`{job.job_id}`, {counted(steps, 'step')}",
         "configuration": f"`{rank_context.config_digest}`",
         "code": f"`{code_version()}`",
         "weights": f"`{digest}`",
