@@ -94,7 +94,9 @@ def test_a_hedged_piece_is_taken_from_whoever_has_it_whole_first(shelf: Shelf) -
     second.write_block(data)
     finish(second)
     assert 1 in shelf.staging.verified
-    first.write_block(memoryview(bytes(len(data) - 100)))  # whatever the loser still brings is dropped
+    first.write_block(
+        memoryview(bytes(len(data) - 100))
+    )  # whatever the loser still brings is dropped
     finish(first)
     assert shelf.on_disk(1) == data
     assert (slow.pieces(), fast.pieces()) == ([1], [1])
