@@ -6,6 +6,7 @@ The next step, the gate, sees the digest of exactly these files.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from paceline.data import Snapshot, load_snapshot
 from paceline.errors import Conflict, CorruptData, PermanentError, SourceMissing
 from paceline.evaluation import model_card
-from paceline.manifest import Manifest, build_manifest, fetch_manifest
+from paceline.manifest import Manifest, build_manifest, fetch_manifest, scan_model
 from paceline.models import (
     CARD_FILE,
     MAX_CARD_BYTES,
@@ -51,6 +52,7 @@ def package_candidate(
             "card": card,
             "version": manifest.version,
             "manifest_digest": manifest.digest,
+            **_sizes({each.path: each.size for each in manifest.files}),
             "piece_bytes": manifest.piece_bytes,
             "piece_hash": manifest.piece_hash,
             "chunk_bytes": manifest.chunk_bytes,
@@ -73,20 +75,23 @@ def package_candidate(
         still_true=still_free,
         describe=lambda o: f"{base.model_id} v{o['version']}, manifest {o['manifest_digest'][:12]}",
     )
-    # Limits are of the files, not of the ledger, which callers with its scope write.
-    sizes = _sizes(candidate_dir(run, trained), packaged.output["card"])
-    return replace(packaged, output=packaged.output | sizes)
+    if not packaged.reused:
+        return packaged
+    # What the gate limits is measured, not read from the ledger: other callers may write there.
+    output = packaged.output
+    published = _published(run, base.model_id, str(output["version"]))
+    if published is None or published.digest != output["manifest_digest"]:
+        held = {each.path: each.size for each in scan_model(candidate_dir(run, trained))}
+        held[CARD_FILE] = len(output["card"].encode())
+    else:
+        held = {each.path: each.size for each in published.files}
+    return replace(packaged, output=output | _sizes(held))
 
 
-def _sizes(directory: Path, card: str) -> dict[str, int]:
-    """Return the bytes of all files of a candidate with that ``card``, and of the largest file of
-    weights."""
-    paths = [each for each in directory.rglob("*") if each.is_file() and each.name != CARD_FILE]
-    sizes = {each: each.stat().st_size for each in paths}
-    return {
-        "bytes": sum(sizes.values()) + len(card.encode()),
-        "file_bytes": max(size for each, size in sizes.items() if each.suffix == ".safetensors"),
-    }
+def _sizes(held: Mapping[str, int]) -> dict[str, int]:
+    """Return the bytes of all files of a candidate, and of its largest file of weights."""
+    weights = [size for path, size in held.items() if path.endswith(".safetensors")]
+    return {"bytes": sum(held.values()), "file_bytes": max(weights)}
 
 
 def next_version(version: str) -> str:

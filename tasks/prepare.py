@@ -51,6 +51,7 @@ EXAM = {
     "missing_features", "max_tokens", "max_bytes", "held_out_share", "seed", "purpose", "project",
 }  # fmt: skip
 NOTED_DRIFT = 0.1  # of a column
+READER = 2  # another number: what was read of the same source before is read again
 MOST_COMPARED = 60  # columns: a record of the ledger is at most 64 KiB
 MOST_RECORDED = 50  # shards in quarantine, of the same record
 MAX_PAGE_BYTES = 16 * 1024 * 1024
@@ -93,6 +94,7 @@ def build_data_snapshot(
         "snapshot",
         {
             "source": source,
+            "reader": READER,
             "settings": settings.model_dump(mode="json", exclude=CHECKED_LATER),
             "fingerprint": fingerprint(source, settings, run.store),
         },

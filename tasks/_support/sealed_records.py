@@ -155,10 +155,8 @@ def save(run: Run, record: Record, kind: str) -> str:
 
 
 def save_score(run: Run, score: RecordedScore) -> None:
-    """Record ``score`` under what it follows from; a finished one replaces the unfinished one."""
+    """Record ``score`` under what it follows from."""
     _write(run, score, "score", score.key, digest_of(score))
-    if not score.unfinished:
-        run.store.delete(_url(run, "score", score.model_copy(update={"unfinished": True}).key))
 
 
 def _write(run: Run, record: Record, kind: str, name: str, digest: str) -> None:

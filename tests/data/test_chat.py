@@ -128,9 +128,9 @@ def test_an_opening_that_a_template_writes_otherwise_is_explained(model: Path) -
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"role": "assistant", "weight": 0.5}, "message 2 of 'assistant' has weight 0.5: 0 or 1"),
-        ({"role": "assistant", "weight": True}, "has weight True: 0 or 1"),
-        ({"role": "user", "weight": 1}, "of 'user' has weight 1: an assistant's alone counts"),
+        ({"role": "assistant", "weight": 0.5}, "message 2 has weight 0.5, not 0 or 1"),
+        ({"role": "assistant", "weight": True}, "has weight True, not 0 or 1"),
+        ({"role": "user", "weight": 2}, "has weight 2, not 0 or 1"),
         ({"role": "assistant", "weight": 0}, "every message of an assistant has weight 0"),
     ],
 )
@@ -146,12 +146,13 @@ def test_other_weights_are_left_out_with_the_reason(
 
 def test_rows_with_messages_and_a_pair_name_the_fields_to_keep(model: Path, tmp_path: Path) -> None:
     both = conversation(98) | {"prompt": "what?", "chosen": "this", "rejected": "that"}
-    other = {"prompt": "what?", "completion": "this", "rejected": "that", "chosen": None}
-    record = built([*ROWS, both, other], model, tmp_path).record
+    other = {"prompt": "what?", "completion": "this", "rejected": "that", "chosen": "it"}
+    label = conversation(97) | {"chosen": "model-a", "rejected": ""}  # of no pair
+    record = built([*ROWS, both, other, label], model, tmp_path).record
     assert record.skipped == 2
     first, second = record.skipped_examples[:2]
     assert "has messages and chosen: keep messages; or prompt, chosen, rejected, for" in first
-    assert "has prompt, completion and rejected: keep prompt, completion; or" in second
+    assert "has prompt, completion and chosen: keep prompt, completion; or" in second
 
 
 @pytest.mark.parametrize("template", [MARKED, CHATML], ids=["marked", "by difference"])

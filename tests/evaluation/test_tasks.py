@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -222,43 +220,6 @@ def test_a_data_file_that_cannot_be_read_is_named(
         read_tasks(directory)
     for each in (named, name, "next_number.yaml"):
         assert each in caught.value.one_line()
-
-
-@pytest.mark.parametrize("kind", ["json", "csv", "parquet", "text"])
-def test_a_prompt_of_digits_alone_is_named_before_a_node_is_busy(tmp_path: Path, kind: str) -> None:
-    """With choices it is a number to the harness: "Context is not a string! : 4"."""
-    prompts, file = ["line", "4 or 5", "4"], f"some.{kind}"
-    rows = pa.table({"text": prompts, "label": [0, 1, 0]})
-    changes = {"dataset_path": kind, "dataset_kwargs": {"data_files": {"test": file}}}
-    plain = CHOICE | changes | {"num_fewshot": 0, "doc_to_choice": ["a", "b"]}
-    del plain["fewshot_split"]
-    directory = write_tasks(tmp_path / "tasks", plain)
-    if kind == "parquet":
-        pq.write_table(rows, directory / file)
-    else:
-        lines = [json.dumps(each) for each in rows.to_pylist()]
-        lines = {"json": lines, "csv": ["text,label", "line,0", "4 or 5,1", "4,0"]}.get(
-            kind, prompts
-        )
-        (directory / file).write_text("\n".join(lines) + "\n")
-    with pytest.raises(InvalidInput, match="digits alone") as caught:
-        read_tasks(directory)
-    for said in ("'4' in row 3 of some.", "task next_number, ", "next_number.yaml"):
-        assert said in caught.value.one_line()
-    for accepted in ({"doc_to_text": "Q: {{text}}"}, {"doc_to_text": "text"}):
-        write_tasks(directory, plain | accepted)
-        assert len(read_tasks(directory)) == 1
-    write_tasks(directory, {**plain, "output_type": "generate_until", "doc_to_choice": None})
-    assert len(read_tasks(directory)) == 1, "without choices it stays text"
-
-
-def test_a_column_keeps_digits_as_text_when_it_is_scored(model: Path, tmp_path: Path) -> None:
-    """What the refusal advises."""
-    directory = write_tasks(tmp_path / "tasks", CHOICE | {"doc_to_text": "text"})
-    rows = [{"text": text, "choices": ["a", "b"], "label": 0} for text in ("line", "4")]
-    (directory / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
-    assert scored(directory, {"candidate": model}, tmp_path)
-    assert task_rows(directory, tmp_path)["next_number"] == [("line", " a"), ("4", " a")]
 
 
 def test_a_packed_data_file_is_left_to_the_harness(tmp_path: Path) -> None:

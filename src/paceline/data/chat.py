@@ -134,20 +134,23 @@ class ChatTemplate:
         """
         self.is_used = True
         text = self._render(messages, tools)
-        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        tokens = np.array(found["input_ids"])
-        starts, ends = np.array(found["offset_mapping"]).reshape(-1, 2).T
         said = [n for n, each in enumerate(messages) if each["role"] == "assistant"]
         left_out = [n for n in said if messages[n].get("weight") == 0]
-        if _GENERATION.search(self._template_for(tools)):
-            marked = self._apply(
+        is_marked = _GENERATION.search(self._template_for(tools)) is not None
+        if is_marked:
+            found = self._apply(
                 messages,
                 tools,
                 tokenize=True,
                 return_dict=True,
                 return_assistant_tokens_mask=True,
             )
-            mask = np.array(marked["assistant_masks"], bool)
+        if left_out or prompt or not is_marked:
+            encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            starts, ends = np.array(encoded["offset_mapping"]).reshape(-1, 2).T
+        tokens = np.array((found if is_marked else encoded)["input_ids"])
+        if is_marked:
+            mask = np.array(found["assistant_masks"], bool)
             for number in left_out:
                 start, end = self._span(messages, number, tools, text, "leave its weight 0 out")
                 mask &= (ends <= start) | (starts >= end)

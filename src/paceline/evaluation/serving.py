@@ -90,11 +90,10 @@ def measure_serving(
     batch_ms = prefill_ms
     if rows > 1:  # the better of two: the first one warms up
         batch_ms = min(measured_ms(lambda _: forward(rows), BATCH_RUNS))
-    machine, gpu = serving_machine()
     serving = Serving(
-        machine=machine,
+        machine=platform.node(),
         cpu=processor()[0],
-        gpu=gpu if on_gpu else "",
+        gpu=torch.cuda.get_device_name(model.device) if on_gpu else "",
         threads=torch.get_num_threads(),
         batch=1,
         context=model.context,

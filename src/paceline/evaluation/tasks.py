@@ -46,8 +46,7 @@ def read_tasks(directory: Path) -> list[dict[str, Any]]:
     """Return the harness's configuration of each ``*.yaml`` in ``directory``, by name.
 
     Paths of datasets are made absolute. Raises InvalidInput for a directory without tasks, for a
-    task that is not data alone, for a data file without rows, and for a prompt of a multiple choice
-    that the harness takes for a number.
+    task that is not data alone, and for a data file without rows.
     """
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(directory.glob("*.yaml")):
@@ -93,11 +92,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise wrong("this aggregation", odd[0]["aggregation"], "mean")
     if (config.get("generation_kwargs") or {}).get("do_sample"):
         raise wrong("sampling", "do_sample", "the most likely token each time")
-    kwargs = _files(config, path, wrong)
-    if config.get("doc_to_choice") is not None and isinstance(config.get("doc_to_text"), str):
-        _require_words(config, kwargs["data_files"], path)
     return config | {
-        "dataset_kwargs": kwargs,
+        "dataset_kwargs": _files(config, path, wrong),
         "metric_list": [each | {"aggregation": "mean", "higher_is_better": True} for each in named],
     }
 
@@ -144,71 +140,12 @@ def _require_rows(file: Path, kind: str, task: Path) -> None:
     except (ValueError, RecursionError) as error:
         problem = f"row {at}: {error}"[:200]
     if problem:
-        raise _unreadable(problem, kind, file, task)
-
-
-def _require_words(
-    config: Mapping[str, Any], files: Mapping[str, Sequence[str]], task: Path
-) -> None:
-    """Raise InvalidInput where the template of a prompt gives digits alone in a split that is used:
-    with choices these are a number to the harness, which then fails or looks a choice up.
-
-    A row that cannot be rendered here is left to the harness, which names the template.
-    """
-    from jinja2 import StrictUndefined, TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    text = config["doc_to_text"]
-    kinds = ("test", "validation", "training", "fewshot")
-    used = {str(config.get(f"{each}_split")) for each in kinds}
-    try:
-        template = ImmutableSandboxedEnvironment(undefined=StrictUndefined).from_string(text)
-    except TemplateError:
-        return
-    for file in (Path(each) for split in used & files.keys() for each in files[split]):
-        for number, row in enumerate(_rows(file, config["dataset_path"], task), start=1):
-            prompt = ""
-            with contextlib.suppress(Exception):
-                prompt = "" if text in row else template.render(**row)
-            if prompt.isdigit():
-                raise InvalidInput(
-                    "a prompt of digits alone is a number to the harness",
-                    got=f"{prompt!r} in row {number} of {file.name}",
-                    wanted="text in doc_to_text",
-                    where=f"task {config['task']}, {task}",
-                    do='Put a word beside it, as in doc_to_text: "Q: {{text}}"; or name the '
-                    "column, as in doc_to_text: text.",
-                )
-
-
-def _rows(file: Path, kind: str, task: Path) -> list[Any]:
-    """Return the rows of a data file that has passed ``_require_rows``; none of a packed one."""
-    if file.suffix in PACKED:
-        return []
-    data = file.read_bytes()
-    if kind == "text":
-        return [{"text": each} for each in data.decode(errors="replace").split("\n")]
-    if kind == "json":
-        lines = [each for each in data.splitlines() if each.strip()]
-        return json.loads(data) if data.lstrip()[:1] == b"[" else [json.loads(x) for x in lines]
-    from pyarrow import csv, parquet
-
-    try:
-        if kind == "parquet":
-            return list(parquet.read_table(file).to_pylist())
-        options = csv.ParseOptions(newlines_in_values=True)
-        return list(csv.read_csv(file, parse_options=options).to_pylist())
-    except (ValueError, OSError) as error:
-        raise _unreadable(str(error).partition("\n")[0][:200], kind, file, task) from error
-
-
-def _unreadable(problem: str, kind: str, file: Path, task: Path) -> InvalidInput:
-    return InvalidInput(
-        "a data file of a task cannot be read",
-        got=problem,
-        wanted=f"rows of {kind}",
-        where=f"{file}, of {task}",
-    )
+        raise InvalidInput(
+            "a data file of a task cannot be read",
+            got=problem,
+            wanted=f"rows of {kind}",
+            where=f"{file}, of {task}",
+        )
 
 
 def score_tasks(

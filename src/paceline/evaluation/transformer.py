@@ -227,7 +227,8 @@ def _measured_here(begun: RecordedScore | None, ranks: Ranks | None) -> Serving 
     """Return the serving figures of ``begun`` where they were measured on this machine, or that of
     one of the ``ranks``; else None."""
     found = None if begun is None else Serving.model_validate(begun.facts["serving"])
-    here = found is not None and (found.machine, found.gpu) == serving_machine()
+    machine, gpu = serving_machine()
+    here = found is not None and found.machine == machine and found.gpu in ("", gpu)
     if ranks is not None:
         here = ranks.everyone([here])[0] > 0  # all measure, or none
     return found if here else None

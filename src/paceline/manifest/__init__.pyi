@@ -1,4 +1,4 @@
-from .build import build_manifest as build_manifest
+from .build import build_manifest as build_manifest, scan_model as scan_model
 from .finite import EMBEDDINGS as EMBEDDINGS, ties_embeddings as ties_embeddings
 from .importing import import_model as import_model
 from .model import (

@@ -168,11 +168,11 @@ def conversation_of(key: str, row: Mapping[str, object]) -> Sample | UnusableSam
     messages adds, or each answer of a pair), or why it is none."""
     messages, tools = row.get("messages"), row.get("tools")
     answers: list[Any] = []
-    both = [name for name in ANSWERS if isinstance(row.get(name), str | list)]
+    both = all(row.get(name) and isinstance(row[name], str | list) for name in ANSWERS)
     if both and not is_pair(row):  # data of both kinds, as ultrafeedback_binarized
         kept = "messages" if "messages" in row else "prompt, completion"
         pairs = f"{', '.join(PAIR_FIELDS)}, for pairs"
-        return UnusableSample(key, f"it has {kept} and {both[0]}: keep {kept}; or {pairs}")
+        return UnusableSample(key, f"it has {kept} and {ANSWERS[0]}: keep {kept}; or {pairs}")
     if is_pair(row):
         reason, messages, answers = _pair(row)
     elif "messages" not in row and isinstance(row["completion"], list):
@@ -239,11 +239,9 @@ def _messages_fault(messages: object, field: str) -> str | None:
             return f"message {number} has no role"
         if not isinstance(each.get("content"), str) and not each.get("tool_calls"):
             return f"message {number} has no text as content"
-        weight, most = each.get("weight"), int(each["role"] == "assistant")
-        if weight is not None and (isinstance(weight, bool) or weight not in (0, most)):
-            return f"message {number} of {each['role']!r} has weight {short_repr(weight, 50)}: " + (
-                "0 or 1" if most else "an assistant's alone counts"
-            )
+        weight = each.get("weight")
+        if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
+            return f"message {number} has weight {short_repr(weight, 50)}, not 0 or 1"
     return None if messages or field == "messages" else f"its {field!r} is empty"
 
 
