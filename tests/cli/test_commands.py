@@ -125,7 +125,7 @@ def test_a_command_has_the_same_options_in_short_form_and_in_its_group() -> None
                     ]
 
 
-def test_train_means_this_machine_and_names_the_command_of_an_installation() -> None:
+def test_train_means_this_machine_and_names_the_other_command() -> None:
     here, there = (paceline(*each, "--help").stdout for each in (["train"], ["training", "start"]))
     assert "--text" in here
     assert "--text" not in there

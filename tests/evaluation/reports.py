@@ -15,6 +15,7 @@ CLEAN = Overlap(
     found=0,
     overlapping=2,
 )
+SIZES = {"bytes": 8_000_000, "file_bytes": 8_000_000}  # of a packaged candidate
 LINEAGE: dict[str, str | None] = {
     "manifest_digest": "a" * 64,
     "snapshot_digest": SNAPSHOT,

@@ -427,9 +427,7 @@ def test_the_installation_runs_a_sweep_whose_trials_are_one_run_in_mlflow(
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)  # with the installation's start, on a busy machine
-def test_a_pruned_sweep_goes_on_after_its_flow_is_killed_and_frees_its_slots(
-    lab: Lab, tmp_path: Path
-) -> None:
+def test_a_pruned_sweep_goes_on_after_a_kill_and_frees_its_slots(lab: Lab, tmp_path: Path) -> None:
     space, trials, steps = tmp_path / "space.toml", 6, 600
     rates = 'kind = "float"\nlow = 1e-7\nhigh = 1e-2\nlog = true\n'
     space.write_text(f'[space."training.learning_rate"]\n{rates}')

@@ -34,7 +34,7 @@ from paceline.schemas import (
 from paceline.tasks import promote, train
 from paceline.tasks._support import sealed_records
 from paceline.tasks._support.run import Run
-from tests.evaluation.reports import LINEAGE, SNAPSHOT, TRAINING_SNAPSHOT, interval, passing
+from tests.evaluation.reports import LINEAGE, SIZES, SNAPSHOT, TRAINING_SNAPSHOT, interval, passing
 from tests.registry.bundles import make_evidence
 
 BASE = "b" * 64
@@ -281,7 +281,7 @@ def test_a_score_against_a_champion_of_before_is_missing_evidence(
     base = cast(Any, SimpleNamespace(model_id="bytelm"))
 
     def decided(evaluation: Evaluation) -> GateDecision:
-        return promote.gate.fn(run, base, evaluation, dict(LINEAGE), {"bytes": 8_000_000})
+        return promote.gate.fn(run, base, evaluation, dict(LINEAGE), SIZES)
 
     evaluation = judged("e" * 64)
     now = evaluation.model_copy(update={"models": evaluation.models | {"champion": BASE}})

@@ -20,7 +20,7 @@ from paceline.tasks import promote
 from paceline.tasks._support import sealed_records
 from paceline.tasks._support.run import Run, StageResult
 from paceline.tasks.prepare import build_data_snapshot, exam_of
-from tests.evaluation.reports import LINEAGE, SNAPSHOT
+from tests.evaluation.reports import LINEAGE, SIZES, SNAPSHOT
 from tests.registry.bundles import make_evidence
 from tests.security.kit import Rest
 from tests.security.test_a_forged_report_is_refused import BASE, Bucket, judged, run_of
@@ -57,7 +57,7 @@ def decided(
     evaluation = judged("e" * 64)
     evaluation = evaluation.model_copy(update={"models": evaluation.models | {"champion": BASE}})
     base = cast(Any, SimpleNamespace(model_id="bytelm"))
-    return promote.gate.fn(run, base, evaluation, dict(LINEAGE), {"bytes": 8_000_000})
+    return promote.gate.fn(run, base, evaluation, dict(LINEAGE), SIZES)
 
 
 def test_another_snapshot_than_the_champions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
