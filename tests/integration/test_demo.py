@@ -84,7 +84,7 @@ def test_a_killed_demo_of_ones_own_text_goes_on_and_stops_at_ctrl_c(tmp_path: Pa
     for stage in ("snapshot", "base", "relay"):
         assert re.search(rf"\b{stage} +[0-9.]+ +already done", read), shown
     assert "The fleet page asks for" in shown
-    assert "paceline lifecycle --model hf://org/name --data DIRECTORY" in shown
+    assert "lifecycle --model DIRECTORY --data DIRECTORY --state" in read
     assert "gang restarted" in read
     assert "champion" in read
     end = shown.split("  total ")[1].split("Next, ")[0].splitlines()
