@@ -166,8 +166,7 @@ class Coordination:
             try:
                 job = TrainingJob.model_validate_json(json.dumps(record.output))
             except ValidationError as error:
-                its = error.errors()[0]  # its input may have what the job keeps to itself
-                why = f"{'.'.join(map(str, its['loc']))}: {its['msg']}"
+                why = _first_fault(error)
                 log.warning("job of the release before left out: %s %s", record.input_digest, why)
                 continue
             if self._read(self._layout.key("jobs", job.job_id)) == [None]:
@@ -277,11 +276,9 @@ class Coordination:
             try:
                 row.parsed = parse(unpack(self._whole(row.value)))
             except ValidationError as error:
-                first = error.errors()[0]
-                field = ".".join(map(str, first["loc"]))
                 raise ServiceUnavailable(
                     "a stored record is of another version of Paceline",
-                    got=f"{error.title}: {field}: {first['msg']}",
+                    got=f"{error.title}: {_first_fault(error)}",
                     where=self._where,
                     do="Upgrade this replica to the version of the others.",
                 ) from error
@@ -349,3 +346,9 @@ class Coordination:
         Raises StaleEpoch where it does not lead. ServiceUnavailable: the outcome may be unknown.
         """
         raise NotImplementedError
+
+
+def _first_fault(error: ValidationError) -> str:
+    """Return the first field that is wrong, and why; its value may be the record's own secret."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
