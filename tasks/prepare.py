@@ -39,7 +39,6 @@ from paceline.tasks._support.lineage import log_page
 from paceline.tasks._support.run import Run, StageResult
 from paceline.tasks._support.stages import stage
 from paceline.tasks.publish import is_published, publish_base
-from paceline.training import write_new_model
 from paceline.training.parallel import cuts_of
 
 STATISTICS = "data-statistics"  # in the ledger: of the last snapshot of a source
@@ -280,6 +279,8 @@ def publish_base_model(run: Run, snapshot: dict[str, Any]) -> StageResult:
     def work() -> dict[str, Any]:
         data = load_snapshot(snapshot["url"], run.store)
         with tempfile.TemporaryDirectory(prefix="base-", dir=run.work_dir) as made:
+            from paceline.training import write_new_model  # imports torch
+
             write_new_model(profile, data, Path(made))
             return publish_base(run, Path(made), model_id)
 

@@ -242,6 +242,7 @@ def test_a_flow_ends_with_what_it_made_and_the_next_command() -> None:
     moved = {"model_id": "m", "version": "2", "relay": {"workers": 4, "deployment_id": "d-1"}}
     for switched, then in (({"active": 4}, "status"), (None, "activate d-1")):
         lines = ends("distribute.distribute_model", {}, **moved, activate=switched)
+        assert lines[0].startswith("made:     m 2, nodes: 4")
         assert lines[1] == f"next:     paceline {then}"
     assert judged[1] == "next:     paceline promote org/m --report run-1"
     asked = {"model_id": "org/m", "version": "1", "snapshot_url": url, "evaluate_on": url}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from string import Formatter
@@ -51,6 +53,11 @@ def test_every_flow_has_its_deployment() -> None:
         for name, value in vars(module).items() if module else ():
             if isinstance(value, Flow) and value.fn.__module__ == name_of:
                 assert f"{name_of}.{name}" in known
+
+
+def test_a_flow_starts_without_importing_torch() -> None:
+    code = "import sys, paceline.flows.lifecycle; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_the_lifecycle_needs_no_parameter() -> None:

@@ -406,7 +406,8 @@ def _described(done: Distribution) -> str:
     there = f" and {len(others)} more" if others else ""
     lines.append(f"made:     {first}{there}")
     if (Path(first) / "config.json").is_file():
-        lines.append(f"next:     paceline generate {shlex.quote(first)} PROMPT")
+        chat = " --chat" if (Path(first) / "chat_template.jinja").is_file() else ""
+        lines.append(f"next:     paceline generate {shlex.quote(first)} PROMPT{chat}")
     return "\n".join(lines)
 
 

@@ -151,10 +151,10 @@ OUTCOMES = {
     "publish_model": ("{model_id} {version} at {url}", "distribute {model_id} {version}"),
     "build_snapshot": ("{url}", "training start MODEL_ID VERSION --snapshot {url}"),
     "distribute_model": (
-        "{model_id} {version} on {relay[workers]} nodes, deployment {relay[deployment_id]}",
+        "{model_id} {version}, nodes: {relay[workers]}, deployment {relay[deployment_id]}",
         "status",
     ),
-    "staged": ("{model_id} {version} on {relay[workers]} nodes", "activate {relay[deployment_id]}"),
+    "staged": ("{model_id} {version}, nodes: {relay[workers]}", "activate {relay[deployment_id]}"),
     "train_model": (
         "a candidate at {export_url}",
         "evaluate {model_id} --base {version} --trained {run_id} --snapshot {snapshot_url}",
@@ -170,7 +170,7 @@ OUTCOMES = {
         "generate models:/{model[model_id]}@champion PROMPT",
     ),
     "verify_model": (
-        "{verified} nodes read every byte of {model_id} {version} again, {vouched} vouched for",
+        "every byte of {model_id} {version} was read again, nodes: {verified}, vouched for: {vouched}",
         "status",
     ),
     "rollback_model": (
