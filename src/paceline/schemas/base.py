@@ -89,7 +89,7 @@ Url = Annotated[Text, AfterValidator(require_no_password)]
 
 def _be_strict(schema: Any, of: type[BaseModel]) -> None:
     if isinstance(schema, dict):
-        its = schema.get("cls") if schema.get("type") == "model" else of
+        its: Any = schema.get("cls") if schema.get("type") == "model" else of
         if its is not of and issubclass(its, Record):
             return  # its own hook has done it: together that would be quadratic
         if schema.get("type") in ("int", "float", "bool"):
