@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from paceline.config import DataSettings
-from paceline.data import Batch, PlannedStream, ShardCache, Snapshot, open_stream
+from paceline.data import PlannedStream
 from paceline.data.batching import WindowPlan
 from paceline.data.loading import group_shards
 from paceline.errors import InvalidInput
-from paceline.storage import ObjectStore
 from tests.data.memory import MemoryCache, made, stream_by
 
 CONTENTS = [[bytes([number]) * (40 + 13 * number)] for number in range(7)]
@@ -98,42 +95,3 @@ def test_a_batch_is_split_by_rows_into_as_many_parts_as_asked() -> None:
     assert [float(each.weights_BT.sum()) for each in parts] == [8, 8, 8, 0, 0]
     with pytest.raises(InvalidInput, match="no parts"):
         batch.split(0)
-
-
-@pytest.mark.parametrize("kind", ["windows", "packed"])
-def test_a_shard_with_changed_bytes_is_left_out_and_other_batches_stay(
-    snapshot: Snapshot, store: ObjectStore, tmp_path: Path, kind: str
-) -> None:
-    shards = snapshot.of_split("train")
-    shape = {"context": 32, "global_batch": 4, "seed": 2}
-    how = DataSettings.model_validate({"batching": kind})
-
-    def epoch(directory: str) -> tuple[list[Batch], dict[str, str]]:
-        with (
-            ShardCache(snapshot, store, tmp_path / directory) as cache,
-            open_stream(snapshot, "train", cache, how, **shape) as stream,
-        ):
-            found = []
-            while stream.position["epoch"] == 0:
-                found.append(stream.next())
-            return found, dict(stream.quarantined)
-
-    whole, none = epoch("sound")
-    assert none == {}
-    where = snapshot.shard_url(shards[3])
-    raw = store.get_bytes(where)
-    store.put_bytes(where, raw[:-1] + bytes([raw[-1] ^ 1]))
-    hurt, quarantined = epoch("hurt")
-    assert list(quarantined) == [shards[3].sha256]
-    lost = 0.0
-    for got, wanted in zip(hurt, whole, strict=True):
-        kept = got.weights_BT > 0
-        assert np.array_equal(got.inputs_BT[kept], wanted.inputs_BT[kept])
-        assert got.global_tokens == wanted.global_tokens == wanted.weights_BT.sum()
-        gone = float(wanted.weights_BT.sum() - got.weights_BT.sum())
-        assert got.skipped == ((shards[3].sha256,) if gone else ())
-        lost += gone
-    framed = shards[3].tokens + shards[3].samples
-    if kind == "windows":
-        framed -= (shards[3].stream_bytes - 1) % 32
-    assert framed <= lost <= framed + 4 * 32, "all of it, and no more than the next epoch's rows"

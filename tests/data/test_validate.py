@@ -50,6 +50,7 @@ def test_the_page_shows_what_was_found_and_runs_nothing(
     snapshot: Snapshot, store: ObjectStore, tmp_path: Path
 ) -> None:
     report = validate_snapshot(snapshot, store, tmp_path)
+    assert ">valid<" in validation_page(snapshot, report, {})
     hostile = "</title><script src=//evil></script><img src=x onerror=alert(1)>"
     report.checks.append({"name": hostile, "passed": False, "got": hostile, "examples": [hostile]})
     report.quarantined.append(
@@ -61,8 +62,6 @@ def test_the_page_shows_what_was_found_and_runs_nothing(
     assert made.count(escape(hostile)) == 6
     assert re.findall(r"<(script|img|a|iframe|link|object|base|form)\b", made) == []
     assert "default-src 'none'" in made
-    calm = validate_snapshot(snapshot, store, tmp_path)
-    assert ">valid<" in validation_page(snapshot, calm, {})
 
 
 def duplicate_key(rows: Rows) -> None:

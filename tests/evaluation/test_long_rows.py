@@ -58,7 +58,7 @@ def test_a_row_in_pieces_has_the_bits_of_the_whole_row(
     )
     found = score_transformer(made, documents_of(TEXTS), silent)
     assert max(lengths) == PIECE, "no logits of more tokens at once"
-    wanted = [plain_bits(made, words, text) for text in TEXTS]
+    wanted = plain_bits(made, words, TEXTS)
     assert found.bits == pytest.approx(wanted, rel=1e-5)
     assert (found.judged_context, found.serving.context) == (64, 64)
 
@@ -106,6 +106,7 @@ def test_a_row_of_ours_in_pieces_has_the_bits_of_the_whole_row(
     )
 
 
+@pytest.mark.xdist_group("harness")  # one worker imports lm_eval
 def test_answers_to_tasks_are_those_of_whole_rows(
     words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,15 +57,20 @@ def model(request: pytest.FixtureRequest, words: Path, tmp_path: Path) -> Path:
     return made
 
 
-def plain_bits(directory: Path, tokenizer: Path, text: bytes) -> float:
-    """Return Σ −log2 p of the tokens, each from the separator and all before it in its window."""
+def plain_bits(directory: Path, tokenizer: Path, texts: list[bytes]) -> list[float]:
+    """Return of each text Σ −log2 p of the tokens, each from the separator and all before it in its
+    window."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, attn_implementation="eager"
     )
     encoded = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer))
-    ids = encoded(text.decode(), add_special_tokens=False)["input_ids"]
-    separator, context, total, done = encoded.convert_tokens_to_ids("<|endoftext|>"), 64, 0.0, 0
-    row = [separator, *ids]
+    separator = encoded.convert_tokens_to_ids("<|endoftext|>")
+    rows = (encoded(text.decode(), add_special_tokens=False)["input_ids"] for text in texts)
+    return [_bits(model, [separator, *ids], ids) for ids in rows]
+
+
+def _bits(model: torch.nn.Module, row: list[int], ids: list[int]) -> float:
+    context, total, done = 64, 0.0, 0
     while done < len(ids):
         end = min(len(ids), context if not done else done + 3 * context // 4)
         start = max(0, end - context)
@@ -79,7 +84,7 @@ def plain_bits(directory: Path, tokenizer: Path, text: bytes) -> float:
 
 def test_bits_are_those_of_a_plain_loop(model: Path, words: Path) -> None:
     found = score_transformer(model, documents_of(TEXTS), silent)
-    wanted = [plain_bits(model, words, text) for text in TEXTS]
+    wanted = plain_bits(model, words, TEXTS)
     assert found.bits == pytest.approx(wanted, rel=1e-5)
     tokens = open_tokenizer(str(words)).encode(TEXTS)
     assert found.tokens == sum(map(len, tokens)) < sum(map(len, TEXTS)) / 1.5
@@ -109,7 +114,7 @@ def test_a_separator_above_255_is_the_token_that_it_is(words: Path, tmp_path: Pa
     separator = made.token_to_id("<|endoftext|>")
     assert TextModel.open(model).separator == separator > 255
     found = score_transformer(model, documents_of(TEXTS[:3]), silent)
-    wanted = [plain_bits(model, model / "tokenizer.json", text) for text in TEXTS[:3]]
+    wanted = plain_bits(model, model / "tokenizer.json", TEXTS[:3])
     assert found.bits == pytest.approx(wanted, rel=1e-5)
 
 

@@ -23,7 +23,7 @@ from tests.evaluation.test_own_tokens import documents_of
 from tests.evaluation.test_run import evaluate, spec as spec  # noqa: PLC0414 - a fixture
 
 RANDOM = np.random.default_rng(5)
-DOCUMENTS = documents_of([RANDOM.bytes(int(size)) for size in RANDOM.integers(1, 300, size=300)])
+DOCUMENTS = documents_of([RANDOM.bytes(int(size)) for size in RANDOM.integers(1, 90, size=300)])
 SAVES_ALL = (
     "from paceline.evaluation import run, transformer\n"
     "transformer.SAVE_EVERY_S = 0.0\n"

@@ -22,7 +22,7 @@ from paceline.config import (
     Secrets,
     save_runtime,
 )
-from paceline.data import build_snapshot, in_held_out
+from paceline.data import Snapshot, build_snapshot, in_held_out
 from paceline.evaluation import as_markdown, run
 from paceline.evaluation.overlap import find_overlap
 from paceline.manifest import publish_model
@@ -40,7 +40,7 @@ from paceline.schemas import (
     RecordedScore,
     TrainingData,
 )
-from tests.evaluation.test_tasks import CHOICE, write_tasks
+from tests.evaluation.test_tasks import CHOICE, ROWS, write_tasks
 from tests.support.hugging_face import MARKED, write_model, write_tokenizer
 from tests.support.rclone import RcloneS3
 
@@ -128,19 +128,18 @@ def test_a_wrong_snapshot_and_a_malformed_spec_are_one_clear_line(spec: Evaluati
         assert stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("prompt", ["be exact and polite " * 20, "Be brief!", ""])
 def test_of_conversations_assistants_are_scored_and_whole_copies_found(
-    spec: EvaluationSpec, s3: RcloneS3, tmp_path: Path, prompt: str
+    spec: EvaluationSpec, s3: RcloneS3, tmp_path: Path
 ) -> None:
     """A model of another tokenizer has no figure; copies under other names are found, and with
     another system prompt, or none."""
-    judged_prompt = "be exact and polite " * 20
+    prompts = ("be exact and polite " * 20, "Be brief!", "")
     answers = [f"it is {number * 7}" for number in range(40)]
     model = write_model("llama", tmp_path / "chat", vocab_size=320)
     write_tokenizer(model, answers, 290, template=MARKED, end="<|im_end|>")
-    snapshots = []
-    for name, seed, first in (("judged", 1, judged_prompt), ("copied", 2, prompt)):
-        system = [{"role": "system", "content": first}] * bool(first)
+
+    def built(name: str, seed: int, prompt: str) -> Snapshot:
+        system = [{"role": "system", "content": prompt}] * bool(prompt)
         rows = [
             {
                 "key": f"{name}-{number}",
@@ -157,17 +156,19 @@ def test_of_conversations_assistants_are_scored_and_whole_copies_found(
         settings = DataSettings(
             format="jsonl", tokenizer=str(model / "tokenizer.json"), held_out_share=0.3, seed=seed
         )
-        snapshots.append(build_snapshot(str(source), f"s3://{BUCKET}/data", settings, s3.store()))
-    judged, copied = snapshots
-    trained_on = TrainingData(
-        snapshot_url=copied.url, snapshot_digest=copied.digest, quarantined_shards=()
+        return build_snapshot(str(source), f"s3://{BUCKET}/data", settings, s3.store())
+
+    judged = built("judged", 1, prompts[0])
+    copied = [built("copied", 2, each) for each in prompts]
+    trained_on = tuple(
+        TrainingData(snapshot_url=each.url, snapshot_digest=each.digest) for each in copied
     )
     asked = spec.model_copy(
         update={
             "snapshot_url": judged.url,
             "snapshot_digest": judged.digest,
             "models": {"candidate": str(model), "base": str(tmp_path / "base")},
-            "trained_on": (trained_on,),
+            "trained_on": trained_on,
         }
     )
     code, lines, stderr = evaluate(asked.model_dump_json())
@@ -179,11 +180,11 @@ def test_of_conversations_assistants_are_scored_and_whole_copies_found(
     )
     assert report.documents == len(held_out)
     assert report.bytes == sum(len(f"{answers[each]}<|im_end|>") for each in held_out)
-    (overlap,) = report.overlaps
     copies = len(held_out - again)
     assert copies > 0
-    found = (copies, 0) if prompt == judged_prompt else (0, copies)  # a shared prompt says nothing
-    assert (overlap.found, overlap.overlapping) == found
+    assert [(each.found, each.overlapping) for each in report.overlaps] == [
+        (copies, 0), (0, copies), (0, copies),  # a shared prompt says nothing
+    ]  # fmt: skip
     assert set(report.failures) == {"base"}
     assert "tokens of another tokenizer" in report.failures["base"]
     candidate = report.score("candidate")
@@ -192,10 +193,12 @@ def test_of_conversations_assistants_are_scored_and_whole_copies_found(
     assert f"what assistants say in {len(held_out)} conversations" in as_markdown(report)
 
 
-def test_transformers_is_imported_before_the_thread_that_compares(
-    spec: EvaluationSpec, monkeypatch: pytest.MonkeyPatch
+def test_what_was_scored_or_compared_before_is_not_again(
+    spec: EvaluationSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two threads that import it at once: one gets a module without AutoConfig."""
+    """The same report from recorded scores; a score of other documents or files is not used.
+    Training data are compared after models are measured, and after transformers is imported: of
+    two threads that import it at once one gets a module without AutoConfig."""
     done: list[str] = []
 
     def compare(*given: Any, **named: Any) -> Overlap:
@@ -204,52 +207,20 @@ def test_transformers_is_imported_before_the_thread_that_compares(
 
     monkeypatch.setattr(run, "import_module", done.append)
     monkeypatch.setattr(run, "find_overlap", compare)
-    its = TrainingData(snapshot_url=spec.snapshot_url, snapshot_digest=spec.snapshot_digest)
-    code, _, stderr = evaluate(spec.model_copy(update={"trained_on": (its,)}).model_dump_json())
-    assert code == 0, stderr
-    assert done.index("transformers") < done.index("compare")
-
-
-def test_what_was_scored_before_is_not_scored_again(spec: EvaluationSpec, tmp_path: Path) -> None:
-    """The same report from recorded scores; a score of other documents or files is not used."""
-    asked = spec.model_copy(update={"scorer": "this release"})
-    code, lines, stderr = evaluate(asked.model_dump_json())
-    assert code == 0, stderr
-    scores = [RecordedScore.model_validate(x["data"]) for x in lines if x["event"] == "score"]
-    first = EvaluationReport.model_validate(lines[-1]["data"])
-    assert [each.subject for each in scores] == [
-        local_model_digest(tmp_path / "candidate"), local_model_digest(tmp_path / "base"),
-        "ngram of order 3", "gzip", "xz",
-    ]  # fmt: skip
-    candidate, base, *baselines = scores
-    other = base.model_copy(update={"subject": "0" * 64, "bits": (0.0,) * first.documents})
-    short = base.model_copy(update={"bits": base.bits[:-1]})
-    for known, again in (((candidate, other, *baselines), 1), ((candidate, short), 4)):
-        asked = asked.model_copy(update={"known": known})
-        code, lines, stderr = evaluate(asked.model_dump_json())
-        assert code == 0, stderr
-        fresh = [each["data"] for each in lines if each["event"] == "score"]
-        assert len(fresh) == again
-        assert fresh[0]["subject"] == base.subject  # type: ignore[index]
-        second = EvaluationReport.model_validate(lines[-1]["data"])
-        for before, after in zip(first.scores, second.scores, strict=True):
-            assert after.bits_per_byte == before.bits_per_byte
-            assert after.difference_to == before.difference_to
-        assert second.score("candidate") == first.score("candidate"), "latency too"
-
-
-def test_training_data_are_compared_once_and_after_models_are_measured(
-    spec: EvaluationSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     learned = TrainingData(snapshot_url=spec.snapshot_url, snapshot_digest=spec.snapshot_digest)
     asked = spec.model_copy(update={"scorer": "this release", "trained_on": (learned,)})
     code, lines, stderr = evaluate(asked.model_dump_json())
     assert code == 0, stderr
-    scores = [RecordedScore.model_validate(x["data"]) for x in lines if x["event"] == "score"]
-    subjects = [each.subject for each in scores]
-    models = [local_model_digest(tmp_path / name) for name in ("candidate", "base")]
-    assert subjects[:2] == models, "nothing else ran while they were measured"
-    assert set(subjects[2:]) == {"training data", "ngram of order 3", "gzip", "xz"}
+    assert done.index("transformers") < done.index("compare")
+    scores = {
+        score.subject: score
+        for line in lines
+        if line["event"] == "score"
+        for score in [RecordedScore.model_validate(line["data"])]
+    }
+    candidate, base = (local_model_digest(tmp_path / name) for name in ("candidate", "base"))
+    assert [*scores][:2] == [candidate, base], "nothing else ran while they were measured"
+    assert {*scores} == {candidate, base, "training data", "ngram of order 3", "gzip", "xz"}
     first = EvaluationReport.model_validate(lines[-1]["data"])
     assert first.overlaps
 
@@ -257,15 +228,28 @@ def test_training_data_are_compared_once_and_after_models_are_measured(
         raise AssertionError("compared again")
 
     monkeypatch.setattr(run, "find_overlap", again)
-    known = asked.model_copy(update={"known": tuple(scores)})
-    code, lines, stderr = evaluate(known.model_dump_json())
-    assert code == 0, stderr
-    assert EvaluationReport.model_validate(lines[-1]["data"]).overlaps == first.overlaps
-    other = learned.model_copy(update={"quarantined_shards": ("0" * 64,)})
+    short = scores[base].model_copy(update={"bits": scores[base].bits[:-1]})
+    other = scores[base].model_copy(update={"subject": "0" * 64, "bits": (0.0,) * first.documents})
+    mine, data = scores[candidate], scores["training data"]
+    known = (mine, data, other, *(scores[each] for each in ("ngram of order 3", "gzip", "xz")))
+    for its, fresh in ((known, [base]), ((mine, data, short), [base, "ngram of order 3"])):
+        asked = asked.model_copy(update={"known": its})
+        code, lines, stderr = evaluate(asked.model_dump_json())
+        assert code == 0, stderr
+        made = [each["data"]["subject"] for each in lines if each["event"] == "score"]  # type: ignore[index]
+        assert made[: len(fresh)] == fresh and len(made) == (1 if its is known else 4)
+        second = EvaluationReport.model_validate(lines[-1]["data"])
+        for before, after in zip(first.scores, second.scores, strict=True):
+            assert after.bits_per_byte == before.bits_per_byte
+            assert after.difference_to == before.difference_to
+        assert second.score("candidate") == first.score("candidate"), "latency too"
+        assert second.overlaps == first.overlaps
+    unlike = learned.model_copy(update={"quarantined_shards": ("0" * 64,)})
     with pytest.raises(AssertionError, match="compared again"):
-        evaluate(known.model_copy(update={"trained_on": (other,)}).model_dump_json())
+        evaluate(asked.model_copy(update={"trained_on": (unlike,)}).model_dump_json())
 
 
+@pytest.mark.xdist_group("harness")  # one worker imports lm_eval
 def test_figures_on_tasks_are_recorded_by_model_and_tasks(
     spec: EvaluationSpec, s3: RcloneS3, tmp_path: Path
 ) -> None:
@@ -308,5 +292,5 @@ def test_figures_on_tasks_are_recorded_by_model_and_tasks(
     assert 0 < trained < 10
     for report in reports:
         ((found,),) = (each.tasks for each in report.overlaps)
-        assert (found.task, found.rows, found.found) == ("next_number", 24, trained)
-        assert f"Of the 24 rows of task next_number {trained} are there" in as_markdown(report)
+        assert (found.task, found.rows, found.found) == ("next_number", ROWS, trained)
+        assert f"Of the {ROWS} rows of task next_number {trained} are there" in as_markdown(report)

@@ -40,6 +40,8 @@ COMPLETION = {
     "generation_kwargs": {"until": ["\n"], "max_gen_toks": 5},
     "metric_list": [{"metric": "exact_match", "ignore_case": True}],
 }
+ROWS = 12
+pytestmark = pytest.mark.xdist_group("harness")  # one worker imports lm_eval
 SAID = [f"line {n} is {n * n}\nthen comes line {n + 1}\n" for n in range(60)]
 
 
@@ -49,9 +51,9 @@ def write_tasks(into: Path, *tasks: Mapping[str, Any]) -> Path:
         (into / f"{task['task']}.yaml").write_text(yaml.safe_dump(dict(task)))
     rows = [
         {"text": f"line {n} is", "choices": [f"{n * n}", f"{n}", "thirteen"], "label": n % 3}
-        for n in range(30)
+        for n in range(ROWS + 6)
     ]
-    for name, some in (("rows", rows[:24]), ("shots", rows[24:])):
+    for name, some in (("rows", rows[:ROWS]), ("shots", rows[ROWS:])):
         (into / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in some))
     return into
 
@@ -109,7 +111,7 @@ def test_the_figures_are_those_of_the_harness_with_transformers(
     )["results"]  # fmt: skip
     for name, score in ours.items():
         task, _, metric = name.partition("/")
-        assert score.documents == 24
+        assert score.documents == ROWS
         assert score.scores["candidate"].value == pytest.approx(theirs[task][f"{metric},none"])
         assert score.difference_to["base"].value == 0
     assert 0 < ours["next_number/acc"].scores["candidate"].value < 1, "a figure that can differ"
@@ -250,7 +252,7 @@ def test_the_rows_of_tasks_are_prompts_with_the_right_answer(tmp_path: Path) -> 
     (directory / "rows.jsonl").write_text(rows + rows)
     found = task_rows(directory, tmp_path)
     assert {name: len(each) for name, each in found.items()} == {
-        "completion": 24, "next_number": 24, "swapped": 24,
+        "completion": ROWS, "next_number": ROWS, "swapped": ROWS,
     }  # fmt: skip
     for task in ("completion", "next_number"):
         assert found[task][:3] == [

@@ -28,11 +28,12 @@ from paceline.models import (
     weight_files,
     write_program,
 )
+from paceline.schemas import TrainResult
 from tests.journeys.guide import commands
 from tests.support.hugging_face import FAMILIES, write_model
-from tests.training.test_continuing import text, train
+from tests.training.conftest import Camp, camp
 
-__all__ = ["text"]  # a fixture
+__all__ = ["camp"]  # a fixture
 
 pytestmark = pytest.mark.timeout(500)
 # A process that has torch alone: logits of two shapes that were never traced.
@@ -136,10 +137,12 @@ def test_a_model_without_one_graph_is_refused_by_name() -> None:
         TrainingSettings(code_ref="a:b", export_program=True)
 
 
-def test_a_training_writes_and_records_it(text: Path, tmp_path: Path) -> None:
-    asked = ("--steps", "1", "--set", "training.export_program=true")
-    result, _ = train(text, tmp_path / "out", *asked)
-    (path,) = (tmp_path / "out").rglob(PROGRAM_FILE)
-    assert path.parent.name == "export"
-    assert result["program"]["bytes"] == path.stat().st_size
+def test_a_training_writes_and_records_it(camp: Camp) -> None:
+    """One rank, in this process; its result is the training's."""
+    code, listener = camp.run_alone(camp.job("program", steps=1, export_program=True))
+    assert code == 0
+    (result,) = (each.data for each in listener.of("result"))
+    path = f"{result['export_url']}/{PROGRAM_FILE}"
+    assert result["program"]["bytes"] == len(camp.store.get_bytes(path))
     assert result["program"]["max_difference"] < 1e-4
+    assert "program" in TrainResult.model_fields

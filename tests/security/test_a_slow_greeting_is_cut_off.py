@@ -136,19 +136,35 @@ OWN = sorted(
     }
 )
 
-RANK = """
-import sys
-from paceline.training.loop.group import join_group
-rank, host, port = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-with join_group(rank, 2, host, port, 1, 60.0, serve=False, own=host) as group:
-    print(group.sums([1.0]), flush=True)
-    sys.stdin.readline()
-"""
-
-STORE = """
-import os, sys
+# One import of torch for the three: a store and two ranks, forked.
+GANG = """
+import json, os, sys
 from paceline.training.launcher.forkserver import keep_store
-keep_store(sys.argv[1], 1)
+from paceline.training.loop.group import join_group
+
+host = sys.argv[1]
+
+def forked(act, *given):
+    ours, theirs = os.pipe()
+    if (pid := os.fork()):
+        os.close(theirs)
+        return pid, os.fdopen(ours)
+    os.dup2(theirs, 1)
+    os.close(theirs)
+    act(*given)
+    os._exit(0)
+
+def rank(number, port):
+    with join_group(number, 2, host, port, 1, 60.0, serve=False, own=host) as group:
+        print(group.sums([1.0]), flush=True)
+        sys.stdin.read()
+
+store, said = forked(keep_store, host, 1)
+port = int(said.read())
+ranks = [forked(rank, number, port) for number in range(2)]
+print(json.dumps([[store, *(pid for pid, _ in ranks)], [said.readline() for _, said in ranks]]))
+sys.stdout.flush()
+sys.stdin.read()
 """
 
 
@@ -157,35 +173,25 @@ def listening(pid: int) -> set[str]:
     return {each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN}
 
 
-@pytest.mark.parametrize("host", OWN[-1:])  # the last one is not loopback, where there is another
-def test_store_and_ranks_listen_on_the_fleets_address_alone(host: str) -> None:
+def test_store_and_ranks_listen_on_the_fleets_address_alone() -> None:
+    host = OWN[-1]  # not loopback, where there is another
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GLOO_")}
-
-    def started(script: str, *arguments: object) -> subprocess.Popen[str]:
-        return stack.enter_context(
+    with contextlib.ExitStack() as stack:
+        gang = stack.enter_context(
             subprocess.Popen(
-                [sys.executable, "-c", script, *map(str, arguments)],
+                [sys.executable, "-c", GANG, host],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env=environment,
+                env=environment | {"OMP_NUM_THREADS": "1"},
             )
         )
-
-    with contextlib.ExitStack() as stack:
-        store = started(STORE, host)
-        stack.callback(store.kill)
-        assert store.stdout is not None
-        port = store.stdout.read()
-        assert listening(store.pid) == {host}
-        ranks = [started(RANK, rank, host, port) for rank in range(2)]
-        for each in ranks:
-            stack.callback(each.kill)
-        for each in ranks:
-            assert each.stdout is not None
-            assert each.stdout.readline() == "[2.0]\n"
-        for each in ranks:
-            assert listening(each.pid) == {host}
+        stack.callback(gang.kill)
+        assert gang.stdout is not None
+        pids, sums = json.loads(gang.stdout.readline())
+        stack.callback(lambda: [psutil.Process(each).kill() for each in pids])
+        assert sums == ["[2.0]\n"] * 2
+        assert [listening(each) for each in pids] == [{host}] * 3
 
 
 def test_an_interface_is_found_by_its_address() -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 
 from tests.security.archives import block, header, npy, numbers
 
@@ -30,37 +29,40 @@ from pathlib import Path
 from paceline.data.formats import Fields, UnusableSample, open_reader
 from paceline.errors import InvalidInput
 
-samples, left_out, error = [], [], None
-try:
-    with open_reader(sys.argv[1]) as read:
-        for each in read(Path(sys.argv[2]), "all", Fields()):
-            if isinstance(each, UnusableSample):
-                left_out = [*left_out, each.reason][-50:]
-            else:
-                samples = [*samples, each.key][-50:]
-except InvalidInput as refused:
-    error = str(refused)
+found = []
+with open_reader(sys.argv[1]) as read:
+    for path in sys.argv[2:]:
+        samples, left_out, error = [], [], None
+        try:
+            for each in read(Path(path), "all", Fields()):
+                if isinstance(each, UnusableSample):
+                    left_out = [*left_out, each.reason][-50:]
+                else:
+                    samples = [*samples, each.key][-50:]
+        except InvalidInput as refused:
+            error = str(refused)
+        found.append([samples, left_out, error])
 # RUSAGE_SELF would count what the process that started this one had
 used = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 reader = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-print(json.dumps([samples, left_out, error, used // 1024, reader // 1024]))
+print(json.dumps([found, used // 1024, reader // 1024]))
 """
 
 
-def read(path: Path, format_: str = "tar") -> tuple[list[str], list[str], str | None]:
-    """What a process of its own finds in the file; its memory is checked."""
+def read(*paths: Path, format_: str = "tar") -> list[tuple[list[str], list[str], str | None]]:
+    """What a process of its own finds in each of the files; its memory is checked."""
     ended = subprocess.run(
-        [sys.executable, "-c", READ, format_, str(path)],
+        [sys.executable, "-c", READ, format_, *map(str, paths)],
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
-    samples, left_out, error, used_mb, reader_mb = json.loads(ended.stdout)
-    assert used_mb < MEMORY_MB, f"{used_mb} MB for {path.stat().st_size} bytes"
+    found, used_mb, reader_mb = json.loads(ended.stdout)
+    assert used_mb < MEMORY_MB, f"{used_mb} MB for {[each.stat().st_size for each in paths]} bytes"
     assert reader_mb < READER_MB
-    return samples, left_out, error
+    return [(samples, left_out, error) for samples, left_out, error in found]
 
 
 ZEROS = gzip.compress(b"\0" * MB, 1)
@@ -77,17 +79,19 @@ def packed(path: Path, *parts: bytes | int) -> Path:
 
 
 def test_long_headers_are_passed_over_and_their_members_left_out(tmp_path: Path) -> None:
-    size, parts = 300 * MB, []
+    size, parts = 200 * MB, []
     for kind in (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE):  # about the member that follows
-        parts += [header("@LongLink", size, kind), 300, header("b.txt", 1), block(b"b"), *PLAIN]
+        parts += [header("@LongLink", size, kind), 200, header("b.txt", 1), block(b"b"), *PLAIN]
     for kind in (tarfile.GNUTYPE_LONGLINK, tarfile.XGLTYPE):  # that no sample needs
-        parts += [header("g", size, kind), 300, header("c.txt", 1), block(b"c"), *PLAIN]
-    samples, left_out, error = read(packed(tmp_path / "all.tar.gz", *parts, END))
+        parts += [header("g", size, kind), 200, header("c.txt", 1), block(b"c"), *PLAIN]
+    ((samples, left_out, error),) = read(packed(tmp_path / "all.tar.gz", *parts, END))
     assert (samples, error) == (["a", "a", "c", "a", "c", "a"], None)
     assert left_out == [f"a header of {size} bytes, at most {MB} wanted"] * 2
 
 
-def test_a_map_of_a_sparse_file_and_its_holes_take_no_memory(tmp_path: Path) -> None:
+def test_headers_of_headers_and_of_sparse_files_take_little_memory_and_time(
+    tmp_path: Path,
+) -> None:
     hole = bytearray(header("s.npy", 0, tarfile.GNUTYPE_SPARSE))
     hole[482] = 1  # its map goes on
     hole[483:495] = b"\x80" + (2**40).to_bytes(11)  # what it would be on a disk
@@ -96,26 +100,19 @@ def test_a_map_of_a_sparse_file_and_its_holes_take_no_memory(tmp_path: Path) -> 
     entry = (b"00000001000\0" * 42).ljust(512, b"\0")
     more, last = bytearray(entry), bytearray(entry)
     more[504], last[504] = 1, 0
-    path = packed(
-        tmp_path / "all.tar.gz", bytes(hole), bytes(more) * 200_000, bytes(last), *PLAIN, END
+    sparse = packed(
+        tmp_path / "sparse.tar.gz", bytes(hole), bytes(more) * 200_000, bytes(last), *PLAIN, END
     )
-    samples, left_out, error = read(path)
-    assert (samples, error) == (["a"], None)
-    assert "sparse" in left_out[0]
-
-
-def test_headers_of_headers_do_not_recurse(tmp_path: Path) -> None:
     one = header("@LongLink", 3, tarfile.GNUTYPE_LONGNAME) + block(b"n\0\0")
-    path = packed(tmp_path / "all.tar.gz", one * 20_000, *PLAIN, END)
-    assert read(path) == ([], ["a member without extension"], None)
-
-
-def test_pax_records_are_read_in_linear_time(tmp_path: Path) -> None:
+    deep = packed(tmp_path / "deep.tar.gz", one * 20_000, *PLAIN, END)
     digits = header("p", MB, tarfile.XHDTYPE) + b"1" * MB
-    path = packed(tmp_path / "all.tar.gz", *[digits, *PLAIN] * 100, END)
-    _, left_out, error = read(path)  # quadratic: minutes for each
-    assert error is None
-    assert left_out[0] == "PAX records: no length"
+    records = packed(tmp_path / "records.tar.gz", *[digits, *PLAIN] * 100, END)
+    of_sparse, of_deep, of_records = read(sparse, deep, records)
+    assert (of_sparse[0], of_sparse[2]) == (["a"], None)
+    assert "sparse" in of_sparse[1][0]
+    assert of_deep == ([], ["a member without extension"], None)
+    assert of_records[2] is None  # quadratic: minutes for each
+    assert of_records[1][0] == "PAX records: no length"
 
 
 MEMBERS = {
@@ -128,17 +125,17 @@ MEMBERS = {
 }
 
 
-@pytest.mark.parametrize("name", list(MEMBERS))
-def test_a_member_that_compresses_well_takes_no_more_than_its_sample(
-    tmp_path: Path, name: str
-) -> None:
-    body = MEMBERS[name]()
-    path = packed(tmp_path / "all.tar.gz", header(name, len(body)), block(body), *PLAIN, END)
-    assert path.stat().st_size < MB
-    samples, left_out, error = read(path)
-    assert error is None
-    assert samples[-1] == "a"
-    assert len(samples) + len(left_out) == 2
+def test_a_member_that_compresses_well_takes_no_more_than_its_sample(tmp_path: Path) -> None:
+    paths = []
+    for name, make in MEMBERS.items():
+        body = make()
+        its = header(name, len(body)), block(body), *PLAIN, END
+        paths.append(packed(tmp_path / f"{name}.tar.gz", *its))
+        assert paths[-1].stat().st_size < MB
+    for samples, left_out, error in read(*paths):
+        assert error is None
+        assert samples[-1] == "a"
+        assert len(samples) + len(left_out) == 2
 
 
 def test_an_archive_that_grows_without_end_is_refused_by_name(tmp_path: Path) -> None:
@@ -147,7 +144,7 @@ def test_an_archive_that_grows_without_end_is_refused_by_name(tmp_path: Path) ->
     head, step = gzip.compress(header("a.bin", 2**33)), gzip.compress(zeros * 16)
     path.write_bytes(head + step * 32)
     assert path.stat().st_size < 600_000
-    samples, left_out, error = read(path)
+    ((samples, left_out, error),) = read(path)
     assert (samples, left_out) == ([], [])
     assert error is not None
     assert "grows to more than 256 times its size" in error
@@ -160,18 +157,19 @@ def test_a_dictionary_of_parquet_that_stands_for_gigabytes_is_bounded(tmp_path: 
         ("random", rng.integers(33, 126, 12 * MB, dtype=np.uint8).tobytes().decode()),
     ):
         column = pa.DictionaryArray.from_arrays(pa.array([0] * 40, pa.int32()), pa.array([text]))
-        path = tmp_path / f"{name}.parquet"
         pq.write_table(
-            pa.table({"text": column}), path, dictionary_pagesize_limit=1 << 30, store_schema=False
-        )
-        samples, left_out, error = read(path, "parquet")
-        assert samples == []
-        if name == "repeats":
-            assert error is not None
-            assert "grows to more than" in error
-        else:
-            assert error is None
-            assert set(left_out) == {"too large: a text has at most 8 MiB, cut it up (JSONL)"}
+            pa.table({"text": column}), tmp_path / name,
+            dictionary_pagesize_limit=1 << 30, store_schema=False,
+        )  # fmt: skip
+    footer = tmp_path / "footer"
+    footer.write_bytes(b"PAR1" + b"\0" * 100 + (2**32 - 1).to_bytes(4, "little") + b"PAR1")
+    paths = (tmp_path / "repeats", tmp_path / "random", footer)
+    repeats, random, claims = read(*paths, format_="parquet")
+    assert repeats[0] == random[0] == []
+    assert "grows to more than" in str(repeats[2])
+    assert random[2] is None
+    assert set(random[1]) == {"too large: a text has at most 8 MiB, cut it up (JSONL)"}
+    assert "a footer of 4294967295 bytes" in str(claims[2])
 
 
 LIMITED = """
@@ -210,28 +208,16 @@ def test_a_row_of_parquet_that_takes_too_much_memory_costs_its_row_group(tmp_pat
     assert ended.stdout.splitlines() == wanted, ended.stderr[-2000:]
 
 
-def test_a_footer_of_parquet_that_claims_gigabytes_is_refused_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "all.parquet"
-    path.write_bytes(b"PAR1" + b"\0" * 100 + (2**32 - 1).to_bytes(4, "little") + b"PAR1")
-    assert "a footer of 4294967295 bytes" in str(read(path, "parquet")[2])
-
-
-def test_a_line_without_an_end_is_passed_over(tmp_path: Path) -> None:
-    path = tmp_path / "all.jsonl"
-    with path.open("wb") as file:
-        file.truncate(320 * MB)  # a hole
+def test_a_line_without_an_end_is_passed_over_or_refused_by_name(tmp_path: Path) -> None:
+    hole, packed_lines = tmp_path / "all.jsonl", tmp_path / "all.jsonl.gz"
+    with hole.open("wb") as file:
+        file.truncate(200 * MB)
         file.seek(0, 2)
         file.write(b'\n{"key": "a", "text": "one"}\n')
-    samples, left_out, error = read(path, "jsonl")
-    assert (samples, error) == (["a"], None)
-    assert left_out[0].startswith("too large")
-
-
-def test_lines_that_are_unpacked_without_end_are_refused_by_name(tmp_path: Path) -> None:
     line, zeros = b'{"key": "a", "text": "one"}\n', gzip.compress(b"\0" * (16 * MB))
-    path = tmp_path / "all.jsonl.gz"
-    path.write_bytes(gzip.compress(line) + zeros * 40)
-    samples, _, error = read(path, "jsonl")
-    assert samples == ["a"]
-    assert error is not None
-    assert "grows to more than 256 times its size" in error
+    packed_lines.write_bytes(gzip.compress(line) + zeros * 40)
+    whole, endless = read(hole, packed_lines, format_="jsonl")
+    assert (whole[0], whole[2]) == (["a"], None)
+    assert whole[1][0].startswith("too large")
+    assert endless[0] == ["a"]
+    assert "grows to more than 256 times its size" in str(endless[2])

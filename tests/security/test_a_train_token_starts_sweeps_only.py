@@ -68,38 +68,30 @@ def start(rest: Rest, token: str, flow: str = "sweep", **changes: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("bound", ["team", "project"])
-def test_it_starts_and_cancels_a_sweep_of_its_team(
-    rest: Rest, prefect: Prefect, bound: str
-) -> None:
-    ann = token(rest, "nlp", bound=bound)
-    assert start(rest, ann).status_code == 201
-    assert prefect.started[0]["parameters"][bound] == "nlp"
-    assert start(rest, ann, **{bound: "vision"}).status_code == 403
-    assert len(prefect.started) == 1
+def test_it_starts_and_cancels_a_sweep_of_its_team(rest: Rest, prefect: Prefect) -> None:
     path = f"/flows/{FLOW_RUN}"
-    assert rest.call("DELETE", path, token(rest, "vision", bound=bound)).status_code == 403
-    assert rest.call("DELETE", path, ann).status_code == 200
-    assert prefect.cancels == 1
+    for number, bound in enumerate(("team", "project"), 1):
+        ann = token(rest, "nlp", bound=bound)
+        assert start(rest, ann).status_code == 201
+        assert prefect.started[-1]["parameters"][bound] == "nlp"
+        assert start(rest, ann, **{bound: "vision"}).status_code == 403
+        assert len(prefect.started) == number
+        assert rest.call("DELETE", path, token(rest, "vision", bound=bound)).status_code == 403
+        assert rest.call("DELETE", path, ann).status_code == 200
+        assert prefect.cancels == number
 
 
-@pytest.mark.parametrize(
-    ("flow", "given"),
-    [
-        ("lifecycle", {}),
-        ("promote-model", {"model_id": "m"}),
-        ("train-model", {"model_id": "m", "version": "1", "snapshot_url": "s3://paceline/d"}),
-    ],
-)
-def test_it_starts_and_cancels_no_other_flow(
-    rest: Rest, prefect: Prefect, flow: str, given: dict[str, Any]
-) -> None:
+def test_it_starts_and_cancels_no_other_flow(rest: Rest, prefect: Prefect) -> None:
     trains, deploys = token(rest, None), token(rest, None, "deploy")
-    assert start(rest, trains, flow, **given).status_code == 403
-    assert not prefect.started
-    assert start(rest, deploys, flow, **given).status_code == 201
-    assert rest.call("DELETE", f"/flows/{FLOW_RUN}", trains).status_code == 403
-    assert rest.call("DELETE", f"/flows/{FLOW_RUN}", deploys).status_code == 200
+    trained = {"model_id": "m", "version": "1", "snapshot_url": "s3://paceline/d"}
+    for number, (flow, given) in enumerate(
+        {"lifecycle": {}, "promote-model": {"model_id": "m"}, "train-model": trained}.items()
+    ):
+        assert start(rest, trains, flow, **given).status_code == 403
+        assert len(prefect.started) == number
+        assert start(rest, deploys, flow, **given).status_code == 201
+        assert rest.call("DELETE", f"/flows/{FLOW_RUN}", trains).status_code == 403
+        assert rest.call("DELETE", f"/flows/{FLOW_RUN}", deploys).status_code == 200
 
 
 def test_a_deploy_token_of_a_team_trains_for_it_and_cancels_other_flows(
@@ -115,29 +107,28 @@ def test_a_deploy_token_of_a_team_trains_for_it_and_cancels_other_flows(
     assert rest.call("DELETE", f"/flows/{FLOW_RUN}", both).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"name": "../lr"}, "name"),
-        ({"search": {"space": {}}}, "space"),
-        ({"search": {"space": {"training.lerning_rate": RATE}}}, "lerning_rate"),
-        ({"search": {"space": {"security.code_sources": RATE}}}, "security.code_sources"),
-        ({"search": {"space": {"training.learning_rate": RATE}, "trials": 0}}, "trials"),
-        ({"search": 3}, "search"),
-        ({"settings": {"gate.max_parameters": 9}}, "gate.max_parameters"),
-        ({"snapshot_url": "/etc"}, "/etc"),
-        ({"resources": {"ranks": "all"}}, "ranks"),
-        ({"storage": "s3://x"}, "storage"),
-        ({"team": "a team"}, "team"),
-        ({"code_ref": "task:make"}, "task"),
-        ({"budget": -1}, "budget"),
-        ({"budget": 20}, "prices"),
-    ],
-)
-def test_a_bad_sweep_is_refused_before_it_starts(
-    rest: Rest, prefect: Prefect, changes: dict[str, Any], named: str
-) -> None:
-    answer = start(rest, token(rest, None), **changes)
-    assert answer.status_code in (400, 422), answer.text
-    assert named in answer.text
-    assert not prefect.started
+BAD_SWEEPS: list[tuple[dict[str, Any], str]] = [
+    ({"name": "../lr"}, "name"),
+    ({"search": {"space": {}}}, "space"),
+    ({"search": {"space": {"training.lerning_rate": RATE}}}, "lerning_rate"),
+    ({"search": {"space": {"security.code_sources": RATE}}}, "security.code_sources"),
+    ({"search": {"space": {"training.learning_rate": RATE}, "trials": 0}}, "trials"),
+    ({"search": 3}, "search"),
+    ({"settings": {"gate.max_parameters": 9}}, "gate.max_parameters"),
+    ({"snapshot_url": "/etc"}, "/etc"),
+    ({"resources": {"ranks": "all"}}, "ranks"),
+    ({"storage": "s3://x"}, "storage"),
+    ({"team": "a team"}, "team"),
+    ({"code_ref": "task:make"}, "task"),
+    ({"budget": -1}, "budget"),
+    ({"budget": 20}, "prices"),
+]
+
+
+def test_a_bad_sweep_is_refused_before_it_starts(rest: Rest, prefect: Prefect) -> None:
+    trains = token(rest, None)
+    for changes, named in BAD_SWEEPS:
+        answer = start(rest, trains, **changes)
+        assert answer.status_code in (400, 422), (changes, answer.text)
+        assert named in answer.text
+        assert not prefect.started

@@ -90,15 +90,6 @@ def test_init_twice_changes_nothing(fleet_state: Path) -> None:
     assert contents(fleet_state) == before
 
 
-def test_init_refuses_a_directory_of_up(tmp_path: Path) -> None:
-    fleet.start(small_profile(), tmp_path, detach=True, only=())
-    assert fleet.stop(tmp_path).was_running
-    assert not (tmp_path / "runtime.json").exists(), "`up` makes it again from secrets.json"
-    before = contents(tmp_path)
-    assert isinstance(init(tmp_path).exception, Conflict)
-    assert contents(tmp_path) == before
-
-
 def test_init_keeps_the_authority_that_is_there_and_reports_it(tmp_path: Path) -> None:
     authority = ensure_authority(tmp_path / "authority")
     before = contents(tmp_path / "authority")
@@ -117,10 +108,13 @@ def test_a_lost_certificate_does_not_replace_the_authoritys_key(tmp_path: Path) 
     assert authority.key.read_bytes() == key
 
 
-def test_down_removes_what_up_writes(tmp_path: Path) -> None:
+def test_down_removes_what_up_writes_and_init_refuses_the_rest(tmp_path: Path) -> None:
     fleet.start(small_profile(), tmp_path, detach=True, only=())
     done = run("down", "--state", str(tmp_path), "--json")
     assert json.loads(done.output)["was_running"]
-    assert not (tmp_path / "runtime.json").exists()
+    assert not (tmp_path / "runtime.json").exists(), "`up` makes it again from secrets.json"
     assert (tmp_path / "secrets.json").exists()
     assert run("down", "--state", str(tmp_path)).exit_code == 0  # again, with nothing to stop
+    before = contents(tmp_path)
+    assert isinstance(init(tmp_path).exception, Conflict)
+    assert contents(tmp_path) == before

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -151,33 +152,29 @@ def test_the_policy_may_let_the_submitter_approve(rest: Rest) -> None:
     assert decide(rest, ann).json()["approval"]["submitters"] == ["ann"]
 
 
-@pytest.mark.parametrize("scopes", [("read",), ("deploy",), ("deploy", "ledger")], ids=str)
-def test_another_scope_does_not_decide(rest: Rest, scopes: tuple[str, ...]) -> None:
+def test_another_scope_does_not_decide_and_a_body_names_no_approver(rest: Rest) -> None:
     waits(rest)
-    token = rest.person("eve", *scopes)
-    for approved in (True, False):
-        assert decide(rest, token, approved=approved).status_code == 403
+    for scopes in (("read",), ("deploy",), ("deploy", "ledger")):
+        token = rest.person("eve", *scopes)
+        for approved in (True, False):
+            assert decide(rest, token, approved=approved).status_code == 403
+    bob = rest.person("bob", "approve")
+    for field in ("approver", "token_id", "at", "submitters"):
+        assert decide(rest, bob, **{field: "carl"}).status_code == 422
 
 
-@pytest.mark.parametrize("stage", ["approval", "submitters", "training-job"])
-def test_no_token_writes_these_records_into_the_ledger(rest: Rest, stage: str) -> None:
+def test_no_token_writes_these_records_into_the_ledger(rest: Rest) -> None:
     """Not even the installation's own, which flows have."""
     forged = {
         "run_id": RUN, "model_id": "m", "evidence_digest": EVIDENCE, "approved": True,
         "approver": "bob", "token_id": "f" * 16, "at": 1.0, "submitters": [],
     }  # fmt: skip
-    for token in (rest.person("eve", *PERSONS["eve"]), rest.owner):
-        for key in (request_of().key, digest_of(RUN)):
-            answer = put(rest, token, stage, key, forged)
-            assert answer.status_code == 403
-            assert rest.call("GET", f"/ledger/{stage}/{key}", rest.owner).status_code == 404
-
-
-def test_a_body_names_no_approver(rest: Rest) -> None:
-    waits(rest)
-    bob = rest.person("bob", "approve")
-    for field in ("approver", "token_id", "at", "submitters"):
-        assert decide(rest, bob, **{field: "carl"}).status_code == 422
+    tokens = rest.person("eve", *PERSONS["eve"]), rest.owner
+    keys = request_of().key, digest_of(RUN)
+    for stage, token, key in product(("approval", "submitters", "training-job"), tokens, keys):
+        answer = put(rest, token, stage, key, forged)
+        assert answer.status_code == 403
+        assert rest.call("GET", f"/ledger/{stage}/{key}", rest.owner).status_code == 404
 
 
 def test_a_request_about_another_model_approves_nothing_of_this_one(rest: Rest) -> None:
@@ -221,16 +218,11 @@ def test_what_is_over_or_other_or_not_there_is_refused(rest: Rest) -> None:
 
 def test_what_waits_is_listed_until_it_is_decided(rest: Rest) -> None:
     bob = rest.person("bob", *PERSONS["bob"])
-    assert rest.call("GET", "/approvals", bob).json() == {"approvals": []}
+    waits(rest, expires_at=time.time() - 1)
+    assert rest.call("GET", "/approvals", bob).json() == {"approvals": []}, "it has expired"
     waits(rest)
     (listed,) = rest.call("GET", "/approvals", bob).json()["approvals"]
     assert listed["run_id"] == RUN
     assert rest.call("GET", "/approvals", "pl_none").status_code == 401
     assert decide(rest, bob).status_code == 200
-    assert rest.call("GET", "/approvals", bob).json() == {"approvals": []}
-
-
-def test_what_has_expired_waits_no_more(rest: Rest) -> None:
-    bob = rest.person("bob", *PERSONS["bob"])
-    waits(rest, expires_at=time.time() - 1)
     assert rest.call("GET", "/approvals", bob).json() == {"approvals": []}

@@ -17,6 +17,7 @@ from paceline.coordinator.stores import SqliteCoordination
 from paceline.errors import AccessDenied
 from paceline.system import create_durably, ensure_own_directory, restrict_directory, write_private
 from tests.cluster.conftest import small_profile
+from tests.support.command import paceline
 from tests.support.powerloss import Disk
 from tests.support.servers import free_port
 
@@ -51,7 +52,11 @@ def test_init_and_a_coordinator_write_private_files(tmp_path: Path, umask: int) 
     (state / "coordinator.sqlite").touch(mode=0o644)  # of an older version
     words = ["--state", str(state), "--set", 'security.rest_tls="installation"']
     url = f"https://127.0.0.1:{port}"
-    subprocess.run([*CLI, "init", *words, "--coordinator", url], check=True, umask=umask)
+    before = os.umask(umask)
+    try:
+        assert paceline("init", *words, "--coordinator", url).returncode == 0
+    finally:
+        os.umask(before)
     serve = ["coordinator", "--state", str(state), "--port", str(port)]
     with subprocess.Popen([*CLI, *serve], umask=umask) as process:
         try:

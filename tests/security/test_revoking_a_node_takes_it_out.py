@@ -64,12 +64,13 @@ def test_revoking_any_token_of_a_renewed_node_ends_them_all(
     unspent = rest.join_token("node-1")
     revoked = {"the one before": first, "the newest": second, "the join token": joining}[which]
     assert rest.revoke(revoked) == 200
-    for _ in range(2):
+    for attempt in range(2):
         for token in (first, second):
             assert all_doors(rest, "node-1", token) == {401}
         assert rest.ask("join", "node-1", joining).status_code == 401
         assert rest.barred() == ("node-1",)
-        rest.restart()
+        if attempt == 0:
+            rest.restart()
     # What was handed out for the worker before it was taken out does not let it in again.
     if which != "the join token":
         assert rest.ask("join", "node-1", unspent).status_code == 401

@@ -138,7 +138,7 @@ def test_work_is_linear_in_the_requests(
 
         return lines(run)
 
-    assert work(1600) < 3 * work(800)
+    assert work(800) < 3 * work(400)
 
 
 def test_a_verified_piece_costs_no_more_with_more_parked_requests(

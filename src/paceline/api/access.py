@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastapi import APIRouter, Path as PathParameter, Query, Response
 
 from paceline.api.middleware import Authenticator
+from paceline.api.problems import PROBLEM
 from paceline.api.routes import PURPOSES
 from paceline.config import Runtime, read_certificate
 from paceline.coordinator import (
@@ -266,7 +267,7 @@ def make_access_router(
     coordinator: Coordinator, admission: IdentityIssuer, authenticator: Authenticator
 ) -> APIRouter:
     """Return the routes for tokens, joining and the audit history."""
-    router = APIRouter()
+    router = APIRouter(responses=PROBLEM)
 
     _add_tokens(router, coordinator, admission, authenticator)
     _add_history(router, coordinator)
@@ -373,7 +374,7 @@ RuleId = Annotated[str, PathParameter(pattern=RULE_ID)]
 
 def make_purpose_router(coordinator: Coordinator) -> APIRouter:
     """Return the routes for the table of what data may be used for."""
-    router = APIRouter(tags=["access"])
+    router = APIRouter(responses=PROBLEM, tags=["access"])
 
     @router.get(PURPOSES)
     def list_purposes() -> PurposeList:

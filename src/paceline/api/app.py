@@ -20,8 +20,8 @@ from paceline.api.flow_runs import make_flow_router
 from paceline.api.flow_starter import FlowRunSupervisor, PrefectStarter
 from paceline.api.jobs import make_job_router
 from paceline.api.middleware import AccessMiddleware, AuditWriter, Authenticator, LeaderGate
-from paceline.api.pages import PROBLEM, add_observation, describe
-from paceline.api.problems import add_problem_handlers
+from paceline.api.pages import add_observation, describe
+from paceline.api.problems import PROBLEM, add_problem_handlers
 from paceline.api.routes import require_declared
 from paceline.api.serving import port_protection, serve_app
 from paceline.config import Runtime
@@ -111,12 +111,15 @@ def create_app(
         responses=PROBLEM,
     )
     app.state.coordinator, app.state.replica, app.state.jobs = coordinator, replica, jobs
-    app.include_router(make_router(runtime, coordinator, admission.is_outdated))
     add_observation(app, coordinator, jobs, runtime.profile, url=url, replica_id=replica_id)
-    app.include_router(make_access_router(coordinator, admission, authenticator))
-    app.include_router(make_purpose_router(coordinator))
-    app.include_router(make_flow_router(runtime, coordinator, jobs, flows))
-    app.include_router(make_job_router(runtime, coordinator, jobs, flows))
+    for router in (
+        make_router(runtime, coordinator, admission.is_outdated),
+        make_access_router(coordinator, admission, authenticator),
+        make_purpose_router(coordinator),
+        make_flow_router(runtime, coordinator, jobs, flows),
+        make_job_router(runtime, coordinator, jobs, flows),
+    ):
+        app.router.routes.extend(router.routes)  # include_router would build each a second time
     add_problem_handlers(app)
     describe(app)
     require_declared(app)

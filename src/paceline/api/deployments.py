@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.api.event_stream import is_shown
 from paceline.api.flow_runs import note_submitter
-from paceline.api.problems import problem_response
+from paceline.api.problems import PROBLEM, problem_response
 from paceline.config import Runtime
 from paceline.coordinator import Coordinator, current_caller, require_worker
 from paceline.coordinator.state import (
@@ -89,7 +89,7 @@ def make_router(
     runtime: Runtime, coordinator: Coordinator, is_outdated: Callable[[], bool]
 ) -> APIRouter:
     """Return the routes of ``coordinator``."""
-    router = APIRouter()
+    router = APIRouter(responses=PROBLEM)
     _add_deployments(router, coordinator)
     _add_workers(router, coordinator, is_outdated)
     _add_signing(router, runtime, coordinator)

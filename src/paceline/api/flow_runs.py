@@ -18,6 +18,7 @@ from fastapi import APIRouter, Path as PathParameter, Query
 from paceline import __version__
 from paceline.api.flow_starter import PrefectStarter
 from paceline.api.job_views import require_job_owner
+from paceline.api.problems import PROBLEM
 from paceline.config import (
     DEFAULT_S3,
     HubSettings,
@@ -94,7 +95,7 @@ def make_flow_router(
     runtime: Runtime, coordinator: Coordinator, table: JobTable, starter: PrefectStarter | None
 ) -> APIRouter:
     """Return the routes of ``runtime``'s installation; ``starter`` is None without Prefect."""
-    router = APIRouter()
+    router = APIRouter(responses=PROBLEM)
     endpoints = runtime.endpoints
 
     @router.get("/installation", tags=["installation"])

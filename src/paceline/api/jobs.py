@@ -16,6 +16,7 @@ from fastapi import APIRouter, Header
 
 from paceline.api.flow_starter import PrefectStarter
 from paceline.api.job_views import JobId, ShownJob, add_reading, require_job_owner
+from paceline.api.problems import PROBLEM
 from paceline.api.routes import COSTS, JOBS
 from paceline.config import Profile, Runtime, with_job_settings
 from paceline.coordinator import (
@@ -86,7 +87,7 @@ def make_job_router(
     runtime: Runtime, coordinator: Coordinator, table: JobTable, flows: PrefectStarter | None
 ) -> APIRouter:
     """Return the routes; without ``flows`` (no Prefect server) nothing can be submitted."""
-    router = APIRouter(tags=["jobs"])
+    router = APIRouter(responses=PROBLEM, tags=["jobs"])
     shown = ShownJob(runtime, table, flows)
     _add_submitting(router, runtime, coordinator, table, shown)
     add_reading(router, table, shown, flows)

@@ -128,14 +128,6 @@ def _snapshot(state: CoordinatorState) -> Snapshot:
 # document, which is the default response of each operation.
 
 SCHEME = "token"
-PROBLEM: dict[int | str, dict[str, Any]] = {
-    "default": {
-        "description": "A problem document (RFC 9457).",
-        "content": {
-            "application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}
-        },
-    }
-}
 LEADER = {
     "description": "Another replica leads: call it.",
     "headers": {"Location": {"schema": {"type": "string"}}},

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import logging
 from http import HTTPStatus
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -20,6 +21,15 @@ from paceline.errors import InvalidInput, NotFound, PacelineError, ServiceUnavai
 from paceline.schemas import Problem
 
 log = logging.getLogger(__name__)
+
+PROBLEM: dict[int | str, dict[str, Any]] = {
+    "default": {
+        "description": "A problem document (RFC 9457).",
+        "content": {
+            "application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}
+        },
+    }
+}
 
 RETRY_AFTER_S = 1
 LONGEST_FIELD = 500

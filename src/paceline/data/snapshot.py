@@ -11,15 +11,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
-from paceline.config import DataSettings
 from paceline.errors import CorruptData, InvalidInput, InvalidSnapshot, SourceMissing
 from paceline.schemas import Name, Record, Sha256, canonical_json, digest_of
-from paceline.storage import DiskStore, ObjectStore, join_url
+from paceline.storage import join_url
 from paceline.text import printable
+
+if TYPE_CHECKING:  # each process of a transform or a reader would import them
+    from paceline.config import DataSettings
+    from paceline.storage import ObjectStore
 
 SNAPSHOT_FILE = "snapshot.json"
 MAX_SNAPSHOT_BYTES = 256 * 1024 * 1024  # about a million shards
@@ -165,6 +168,8 @@ class Snapshot:
     @property
     def in_words(self) -> str:
         """Return a line on it for a model's card, in Markdown: digest, source, counts, purpose."""
+        from paceline.config import DataSettings
+
         record, learned = self.record, self.of_split("train")
         documents, tokens, text_bytes = (
             sum(getattr(each, name) for each in learned)
@@ -215,6 +220,8 @@ class Snapshot:
 
 def store_at(url: str, store: ObjectStore) -> ObjectStore:
     """Return the store for ``url``: ``store``, or the local disk for ``file:///…``."""
+    from paceline.storage import DiskStore
+
     if url.startswith("file://") and not isinstance(store, DiskStore):
         return DiskStore()
     return store

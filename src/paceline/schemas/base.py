@@ -87,8 +87,11 @@ def require_no_secrets(record: BaseModel) -> None:
 Url = Annotated[Text, AfterValidator(require_no_password)]
 
 
-def _be_strict(schema: Any) -> None:
+def _be_strict(schema: Any, of: type[BaseModel]) -> None:
     if isinstance(schema, dict):
+        its: Any = schema.get("cls") if schema.get("type") == "model" else of
+        if its is not of and issubclass(its, Record):
+            return  # its own hook has done it: together that would be quadratic
         if schema.get("type") in ("int", "float", "bool"):
             schema["strict"] = True
         elif schema.get("type") in ("list", "tuple", "set", "frozenset"):
@@ -97,7 +100,7 @@ def _be_strict(schema: Any) -> None:
     elif not isinstance(schema, list | tuple):
         return
     for each in schema:
-        _be_strict(each)
+        _be_strict(each, of)
 
 
 class Record(BaseModel):
@@ -118,7 +121,7 @@ class Record(BaseModel):
         Tuples, enumerations and the like still accept JSON's lists and strings.
         """
         schema = handler(source)
-        _be_strict(schema)
+        _be_strict(schema, cls)
         return schema
 
 

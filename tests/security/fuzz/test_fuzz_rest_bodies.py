@@ -117,12 +117,12 @@ def test_each_record_of_these_is_accepted_as_it_stands(rest: Any) -> None:
 def test_no_body_breaks_a_route(rest: Any, key: tuple[str, str]) -> None:
     method, path = key
 
-    @bounded(8)
+    @bounded(5)
     @given(raw=RAW, kind=TYPES)
     def bytes_of_any_kind(raw: bytes, kind: str) -> None:
         check(send(rest, method, path, content=raw, headers={"Content-Type": kind}))
 
-    @bounded(10)
+    @bounded(6)
     @given(place=st.lists(st.integers(0, 20), min_size=1, max_size=4), odd=ODD)
     def nearly_a_record(place: list[int], odd: Any) -> None:
         body = replaced(RECORDS.get(path, {}), tuple(place), odd)

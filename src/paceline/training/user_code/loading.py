@@ -30,7 +30,6 @@ from paceline.errors import (
     ServiceUnavailable,
     TrainingFailed,
 )
-from paceline.training.identity import task_size_of
 from paceline.training.user_code.reference import (
     DIAL,
     CodeRef,
@@ -64,6 +63,8 @@ class Task:
 
 def task_of(job: TrainJob, profile: Profile, vocabulary: int) -> Task:
     """Return what ``job``'s code is called with, for data of ``vocabulary`` tokens."""
+    from paceline.training.identity import task_size_of  # a metric's process needs no jobs
+
     size = task_size_of(job, profile)
     return Task(
         seed=job.settings.seed,
