@@ -247,9 +247,11 @@ def test_jobs_of_any_size_are_kept_until_they_are_dropped(coordination):
 def test_jobs_of_the_release_before_leave_the_ledger(coordination, caplog):
     store, term = coordination.led()
     kept = [json.loads(EARLIER_JOB) | {"job_id": f"tj-{number:012x}"} for number in range(150)]
+    stages = []
     for each in [*kept, {"job_id": "tj-of-another-kind"}]:
         key, run_id = digest_of({"training_job": each["job_id"]}), "run-20261125-000000-000000"
-        store.commit(term, [Save(StageRecord.of("training-job", key, each, run_id))])
+        stages.append(Save(StageRecord.of("training-job", key, each, run_id)))
+    store.commit(term, stages)
     newer = job("tj-" + "0" * 12, ranks=1)  # that a newer leader has saved since
     store.commit(term, [Save(newer), Save(stage("fetch"))])
     store.move_jobs(term)
