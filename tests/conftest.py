@@ -52,6 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """Leave what was imported out of every later collection of garbage."""
+    import hypothesis  # noqa: F401 - its plugin's last report does: warns where all is frozen
+
     gc.freeze()
     gc.enable()
 
