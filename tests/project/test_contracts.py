@@ -14,7 +14,6 @@ from paceline.errors import PacelineError
 from paceline.schemas import (
     RUN_ID,
     CreateDeployment,
-    HeartbeatAnswer,
     canonical_json,
     digest_of,
     new_run_id,
@@ -78,11 +77,3 @@ def test_a_call_with_an_unknown_field_is_refused() -> None:
                 "target_workers": ["node-0"], "topologie": "chain",
             }
         )  # fmt: skip
-
-
-def test_the_answer_to_a_beat_says_continue() -> None:
-    answer = HeartbeatAnswer(go_on=True, epoch=1, next_beat_s=1.0)
-    assert answer.model_dump(by_alias=True)["continue"] is True
-    assert HeartbeatAnswer.model_validate({"continue": False, "epoch": 1, "next_beat_s": 1}) == (
-        HeartbeatAnswer(go_on=False, epoch=1, next_beat_s=1.0)
-    )

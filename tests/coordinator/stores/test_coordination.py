@@ -183,14 +183,6 @@ def test_a_former_leader_writes_nothing_any_more(coordination):
     assert new.outbox().shipped == 0
 
 
-def test_a_term_that_was_given_back_cannot_write(coordination):
-    store, term = coordination.led()
-    store.resign(term)
-    with pytest.raises(StaleEpoch):
-        store.commit(term, [worker("w0")])
-    assert store.load(0.0) == expected([])
-
-
 def test_a_commit_is_all_or_nothing(coordination):
     store, term = coordination.led()
     with pytest.raises(AssertionError):
