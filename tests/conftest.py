@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support import reaper, servers
+from tests.support.prefect_server import prefect_server  # noqa: F401 - a fixture
 from tests.support.rclone import RcloneS3, rclone_s3
 from tests.support.rgw import rgw  # noqa: F401 - a fixture
 from tests.support.shared import (  # noqa: F401 - fixtures
@@ -51,6 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """Leave what was imported out of every later collection of garbage."""
+    import hypothesis  # noqa: F401 - its plugin's last report does: warns where all is frozen
+
     gc.freeze()
     gc.enable()
 

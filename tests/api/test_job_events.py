@@ -21,9 +21,10 @@ from paceline.schemas import JobState, SubmitJob, TrainingJob, new_run_id
 from paceline.telemetry import JobEvents, prefect_events
 from tests.api.conftest import app_client, call, make_runtime
 from tests.journeys.guide import commands
-from tests.support.prefect_server import eventually, prefect_server  # noqa: F401 - the fixture
+from tests.support.prefect_server import eventually
 from tests.support.web import serving
 
+pytestmark = pytest.mark.xdist_group("prefect")  # one server
 S = JobState
 GUIDE = "how-to/watch-training-jobs.md"
 JOBS = "/v1/training-jobs"
@@ -55,7 +56,7 @@ class Prefect:
 
 
 @pytest.fixture
-def api(prefect_server: None) -> Iterator[httpx.Client]:  # noqa: F811
+def api(prefect_server: None) -> Iterator[httpx.Client]:
     from prefect.settings import PREFECT_API_URL
 
     with httpx.Client(base_url=f"{PREFECT_API_URL.value()}/", timeout=30) as client:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,16 +62,21 @@ ASKED: dict[str, tuple[dict[str, str], str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model("llama", tmp_path_factory.mktemp("sound") / "model", vocab_size=257)
+
+
 @pytest.mark.parametrize("name", list(SPOILT))
 def test_a_base_that_the_job_cannot_train_is_refused_at_submission(
-    at: Any, s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    at: Any, s3: Any, sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     spoil, words = SPOILT[name]
     monkeypatch.setattr(
         base_check, "check_in_process", lambda *_, **__: pytest.fail("a process with torch")
     )
     monkeypatch.setattr(jobs, "_require_room", lambda *_: None)  # no node is there
-    made = write_model("llama", tmp_path / "model", vocab_size=257)
+    made = Path(shutil.copytree(sound, tmp_path / "model"))
     spoil(made)
     version = f"v{list(SPOILT).index(name)}"
     publish_model(

@@ -44,7 +44,7 @@ def until(check, what):
     end_s = time.monotonic() + DEADLINE_S
     while not (found := check()):
         assert time.monotonic() < end_s, f"timed out waiting until {what}"
-        time.sleep(0.1)
+        time.sleep(0.5)  # a look is a command
     return found
 
 

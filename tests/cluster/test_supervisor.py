@@ -19,6 +19,7 @@ import pytest
 
 from paceline import cluster as fleet
 from paceline.cluster import Ready, ServiceSpec, installation
+from paceline.cluster.supervisor import Supervisor
 from paceline.config import Runtime, load_runtime
 from paceline.errors import NotReady, PortInUse, StateLocked
 from tests.cluster.conftest import eventually, processes_of, small_profile
@@ -214,42 +215,33 @@ def ports_of(runtime: Runtime) -> list[int]:
     return [port for each in (*urls, known.scheduler_address) if (port := urlsplit(each).port)]
 
 
-def test_a_later_start_has_the_same_ports_another_installation_others(tmp_path: Path) -> None:
+def test_ports_stay_an_installations_own_and_taken_ones_are_replaced(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
-    first = ports_of(start(here))
-    second = ports_of(start(there))
+    first, second = ports_of(start(here)), ports_of(start(there))
     fleet.stop(here)
     fleet.stop(there)
     assert len({*first, *second}) == len(first) + len(second)
     try:
         assert ports_of(start(there)) == second  # although the first's are free now
-        assert ports_of(start(here)) == first
+        with socket.create_server(("127.0.0.1", first[0])):
+            again = ports_of(start(here))
+        assert again[0] != first[0] and again[1:] == first[1:]
     finally:
         fleet.stop(here)
         fleet.stop(there)
+    # A port that the profile names for another server is left to that.
+    named = start(here, mlflow_port=again[0])
+    fleet.stop(here)
+    assert named.endpoints.mlflow_url.endswith(f":{again[0]}")
+    assert len({*ports_of(named)}) == len(ports_of(named))
 
 
-def test_ports_that_are_taken_or_unreadable_are_replaced(tmp_path: Path) -> None:
-    first = start(tmp_path)
-    fleet.stop(tmp_path)
-    with socket.create_server(("127.0.0.1", ports_of(first)[0])):
-        second = ports_of(start(tmp_path))
-        fleet.stop(tmp_path)
-    assert second[0] != ports_of(first)[0] and second[1:] == ports_of(first)[1:]
-    for spoiled in ('{"Prefect": 99999999', '{"Prefect": 99999999}', '["Prefect"]', '{"S3": "x"}'):
-        (tmp_path / "ports.json").write_text(spoiled)
-        assert all(ports_of(start(tmp_path)))
-        fleet.stop(tmp_path)
-
-
-def test_a_port_that_the_profile_names_for_another_server_is_left_to_it(tmp_path: Path) -> None:
-    first = start(tmp_path)
-    fleet.stop(tmp_path)
-    prefects = ports_of(first)[0]
-    runtime = start(tmp_path, mlflow_port=prefects)
-    fleet.stop(tmp_path)
-    assert runtime.endpoints.mlflow_url.endswith(f":{prefects}")
-    assert len({*ports_of(runtime)}) == len(ports_of(runtime))
+@pytest.mark.parametrize(
+    "spoiled", ['{"Prefect": 99999999', '{"Prefect": 99999999}', '["Prefect"]', '{"S3": "x"}']
+)
+def test_ports_of_before_that_are_unreadable_are_no_ports(tmp_path: Path, spoiled: str) -> None:
+    (tmp_path / "ports.json").write_text(spoiled)
+    assert Supervisor(tmp_path, -1, None)._last_ports() == {}
 
 
 def test_importing_the_package_brings_in_no_heavy_library() -> None:
@@ -270,12 +262,10 @@ def test_a_service_that_fails_stops_all_and_shows_its_last_words(tmp_path: Path)
     assert all_gone(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["file", "port"])
-def test_a_service_that_is_never_ready_misses_its_deadline(tmp_path: Path, kind: str) -> None:
+def test_a_service_that_is_never_ready_misses_its_deadline(tmp_path: Path) -> None:
     # the port has a listener, which is not the service
     with socket.create_server(("127.0.0.1", 0)) as impostor:
-        port = impostor.getsockname()[1] if kind == "port" else 0
-        check = Ready(kind=kind, path=str(tmp_path / "no"), port=port)
+        check = Ready(kind="port", port=impostor.getsockname()[1])
         never = ServiceSpec(name="never", argv=("sleep", "600"), ready=check)
         profile = small_profile()
         services = profile.services.model_copy(update={"ready_timeout_s": 1.0})

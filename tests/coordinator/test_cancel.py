@@ -26,12 +26,11 @@ from paceline.coordinator.state import (
     Register,
     Tick,
 )
-from paceline.errors import Conflict, PacelineError, ServiceUnavailable
+from paceline.errors import Conflict, PacelineError
 from paceline.manifest import build_manifest, verify_directory
 from paceline.relay import HeartbeatBuilder
 from paceline.schemas import CreateDeployment, RegisterWorker, WorkerStatus
 from tests.support.local_fleet import LocalFleet
-from tests.support.site import Site, until
 
 NAMES = ["node-0", "node-1", "node-2"]
 SIZE = 600_000
@@ -176,49 +175,3 @@ def test_at_random_instants_nothing_is_left_or_published_later(controlled, seed)
         for name in shown:
             verify_directory(controlled.final(name), controlled.manifest)
     assert cancelled >= 5, "most instants must come before the end"
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-@pytest.mark.xdist_group("installation")
-def test_of_real_agents_over_rest(tmp_path):
-    nodes = ("n0", "n1", "n2", "n3")
-    site = Site(tmp_path / "state", 32.0)
-    try:
-        for name in nodes:
-            site.start(name)
-        site.registered(*nodes)
-        for seed in range(4):
-            random, version = Random(seed), f"v{seed}"
-            manifest = site.publish(version, 2_000_000)
-            d = site.deploy(version, *nodes, topology=random.choice(["chain", "mesh"]))
-            time.sleep(random.uniform(0.0, 1.5))
-            try:
-                site.client.cancel(d)
-            except Conflict:
-                assert site.view(d).status.value == "complete"
-                continue
-            except ServiceUnavailable:  # decided; not everybody has confirmed within its patience
-                site.client.cancel(d)
-            shown = {name for name in nodes if site.final(name, version).exists()}
-            assert site.view(d).status.value == "cancelled"
-
-            def gone(d=d, version=version, shown=shown):
-                # What lies in staging or among the assignments would come to life at a restart.
-                left = [
-                    path
-                    for name in nodes
-                    for path in (site.state / "nodes" / name).rglob("*")
-                    if d in path.name or ("staging" in path.parts and path.is_file())
-                ]
-                now = {name for name in nodes if site.final(name, version).exists()}
-                assert now == shown, "published after the cancel was acknowledged"
-                return not left
-
-            until(gone, "what it left is gone", PATIENCE_S)
-            for name in shown:
-                verify_directory(site.final(name, version), manifest)
-        assert all(site.processes[name].poll() is None for name in nodes)
-    finally:
-        site.close()

@@ -36,20 +36,15 @@ ON_EXTRAS = {
 }  # fmt: skip
 
 
-def on_base(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run ``-c CODE``, or commands as JSON, where only the base is installed."""
-    return subprocess.run(
+def on_base(*words: str, cwd: Path | None = None) -> str:
+    """Run ``-c CODE``, or commands as JSON, where only the base is installed; return stdout."""
+    done = subprocess.run(
         [sys.executable, "-m", "tests.support.base_install", *words],
         capture_output=True, text=True, timeout=100, check=False, cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-
-
-def commands_on_base(commands: list[list[str]], cwd: Path) -> list[tuple[int, str, str]]:
-    """Return exit status, stdout and stderr of each command; one start of Python for all."""
-    done = on_base(json.dumps(commands), cwd=cwd)
     assert done.returncode == 0, done.stderr
-    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+    return done.stdout
 
 
 def build_wheel(folder: Path) -> Path:
@@ -78,35 +73,37 @@ def test_the_table_of_extras_agrees_with_pyproject() -> None:
             assert names & found, f"{module} of {extra}"
 
 
-def test_an_import_that_needs_an_extra_names_it_in_python_too() -> None:
-    code = (
-        "from paceline.errors import MissingExtra\n"
-        "try:\n    import paceline.flows.train\n"
-        "except MissingExtra as error:\n    print(error.one_line())\n"
-        "try:\n    import torch\n"
-        "except ModuleNotFoundError as error:\n    print(type(error).__name__)\n"
-    )
-    first, second = on_base("-c", code).stdout.splitlines()
+# One start of Python shows all: what only the base has takes a second to find out.
+IMPORTS = """
+import importlib, json, pkgutil, sys, paceline
+from paceline.errors import MissingExtra
+try:
+    import paceline.flows.train
+except MissingExtra as error:
+    print(error.one_line())
+try:
+    import torch
+except ModuleNotFoundError as error:
+    print(type(error).__name__)
+from paceline.cli.main import COMMANDS, cli
+for name in COMMANDS:
+    cli.main([name, "--help"], standalone_mode=False)
+needs = {}
+for each in pkgutil.walk_packages(paceline.__path__, "paceline.", onerror=lambda _: None):
+    try:
+        importlib.import_module(each.name)
+    except MissingExtra as error:
+        needs[each.name] = error.do
+print(json.dumps(needs))
+"""
+
+
+def test_the_base_has_each_help_and_its_modules_load_no_extra() -> None:
+    first, second, *helps, last = on_base("-c", IMPORTS).splitlines()
     assert "extra flows" in first and "paceline-*.whl)[flows]" in first
     assert second == "ModuleNotFoundError", "other packages' imports are left alone"
-
-
-def test_base_modules_load_no_library_of_an_extra() -> None:
-    code = (
-        "import importlib, json, pkgutil, paceline\n"
-        "from paceline.errors import MissingExtra\n"
-        "needs = {}\n"
-        "skip = lambda _: None\n"
-        "for each in pkgutil.walk_packages(paceline.__path__, 'paceline.', onerror=skip):\n"
-        "    try:\n"
-        "        importlib.import_module(each.name)\n"
-        "    except MissingExtra as error:\n"
-        "        needs[each.name] = error.do\n"
-        "print(json.dumps(needs))\n"
-    )
-    done = on_base("-c", code)
-    assert done.returncode == 0, done.stderr
-    for name, do in json.loads(done.stdout.splitlines()[-1]).items():
+    assert sum(line.startswith("Usage:") for line in helps) == len(COMMANDS)
+    for name, do in json.loads(last).items():
         extra = next((x for start, x in CHOSEN.items() if name.startswith(start)), None)
         extra = extra or ON_EXTRAS.get(name.split(".")[1])
         assert extra is not None, f"{name} belongs to the base: {do}"
@@ -114,21 +111,14 @@ def test_base_modules_load_no_library_of_an_extra() -> None:
         assert any(f"[{each}]" in do for each in either), name
 
 
-def test_a_command_names_the_extra_that_it_lacks(tmp_path: Path) -> None:
+def test_the_base_plans_and_distributes_and_names_the_extra_that_a_command_lacks(
+    tmp_path: Path,
+) -> None:
     lacking = {
         "flows,train": ["demo"],
         "train": ["train"],
         "simulation": ["simulate", "--workers", "3", "--size", "9MB", "--link", "1Gbps"],
     }
-    ends = commands_on_base(list(lacking.values()), tmp_path)
-    for extras, (code, _, said) in zip(lacking, ends, strict=True):
-        assert code == MissingExtra.exit_code, said
-        (line,) = said.splitlines()
-        assert f"paceline-*.whl)[{extras}]" in line
-    assert not list(tmp_path.iterdir()), "nothing was begun"
-
-
-def test_the_base_alone_plans_publishes_and_distributes(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "weights.bin").write_bytes(os.urandom(300_000))
@@ -138,19 +128,17 @@ def test_the_base_alone_plans_publishes_and_distributes(tmp_path: Path) -> None:
          "--as-version", "1"],
         ["init", "--state", "fleet", "--coordinator", "http://127.0.0.1:7000"],
     ]  # fmt: skip
-    ends = commands_on_base(calls, tmp_path)
-    assert [code for code, _, _ in ends] == [0, 0, 0], [said for _, _, said in ends]
-    assert len(list((tmp_path / "nodes").rglob("weights.bin"))) == 3
-
-
-def test_every_command_has_its_help_on_the_base_alone() -> None:
-    code = (
-        "from paceline.cli.main import COMMANDS, cli\n"
-        "for name in COMMANDS:\n    cli.main([name, '--help'], standalone_mode=False)\n"
+    lines = on_base(json.dumps([*lacking.values(), *calls]), cwd=tmp_path).splitlines()
+    ends = [json.loads(line) for line in lines]
+    for extras, (code, _, said) in zip(lacking, ends[:3], strict=True):
+        assert code == MissingExtra.exit_code, said
+        (line,) = said.splitlines()
+        assert f"paceline-*.whl)[{extras}]" in line
+    assert [code for code, _, _ in ends[3:]] == [0, 0, 0], [said for _, _, said in ends]
+    assert {each.name for each in tmp_path.iterdir()} == {"model", "nodes", "fleet"}, (
+        "nothing was begun"
     )
-    done = on_base("-c", code)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Usage:") == len(COMMANDS)
+    assert len(list((tmp_path / "nodes").rglob("weights.bin"))) == 3
 
 
 @pytest.mark.nightly

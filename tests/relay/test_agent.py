@@ -8,7 +8,6 @@ import resource
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,14 +50,15 @@ def fleet(tmp_path: Path, coordinator: FakeCoordinator) -> Iterator[Fleet]:
 def test_agents_survive_the_second_ones_death_and_it_resumes_from_disk(
     fleet: Fleet, coordinator: FakeCoordinator, manifest: Manifest
 ) -> None:
-    for name in NAMES:
+    names = coordinator.targets = NAMES[:3]
+    for name in names:
         fleet.start(name)
-    until(lambda: coordinator.plan is not None, "four agents")
+    until(lambda: coordinator.plan is not None, "three agents")
     assert coordinator.plan is not None
-    first, second, third, fourth = (each.worker_id for each in coordinator.plan.workers)
+    first, second, third = (each.worker_id for each in coordinator.plan.workers)
     until(lambda: fleet.pieces(second) > 40, "pieces at the second")
     fleet.kill(second)
-    survivors = (first, third, fourth)
+    survivors = (first, third)
     until(lambda: all(map(fleet.is_complete, survivors)), "survivors complete")
     for name in survivors:
         receipt = coordinator.beats[name].receipt
@@ -81,12 +81,12 @@ def test_agents_survive_the_second_ones_death_and_it_resumes_from_disk(
     verify_directory(fleet.final(second), manifest)
     # What the coordinator asks next, and a graceful end.
     coordinator.commands = [Command(kind="activate", deployment_id=DEPLOYMENT, epoch=1)]
-    until(lambda: all(coordinator.beats[n].activated for n in NAMES), "activation")
+    until(lambda: all(coordinator.beats[n].activated for n in names), "activation")
     coordinator.commands = []
     assert (fleet.final(first).parent / "active").resolve() == fleet.final(first).resolve()
     for process in fleet.processes.values():
         process.terminate()
-    assert [process.wait(60) for process in fleet.processes.values()] == [0, 0, 0, 0]
+    assert [process.wait(60) for process in fleet.processes.values()] == [0, 0, 0]
     assert not list(fleet.state.glob("nodes/*/agent.json"))
 
 
@@ -175,12 +175,12 @@ def test_an_end_is_reported_at_once_and_not_at_the_next_beat(
 def test_a_restarted_agent_goes_on_while_the_coordinator_is_away(
     fleet: Fleet, coordinator: FakeCoordinator, manifest: Manifest
 ) -> None:
-    names = coordinator.targets = NAMES[:3]
+    names = coordinator.targets = NAMES[:2]
     for name in names:
         fleet.start(name)
-    until(lambda: coordinator.plan is not None, "three agents")
+    until(lambda: coordinator.plan is not None, "two agents")
     assert coordinator.plan is not None
-    first, second, _ = (each.worker_id for each in coordinator.plan.workers)
+    first, second = (each.worker_id for each in coordinator.plan.workers)
     until(lambda: all(fleet.pieces(name) > 20 for name in names), "pieces everywhere")
     coordinator.server.shutdown()
     coordinator.server.server_close()
@@ -195,41 +195,6 @@ def test_a_restarted_agent_goes_on_while_the_coordinator_is_away(
     until(lambda: all(fleet.final(name).exists() for name in names), "completion without it")
     assert held < manifest.piece_count
     for name in names:
-        verify_directory(fleet.final(name), manifest)
-
-
-@pytest.mark.nightly
-def test_a_restarted_agent_drops_what_was_cancelled_while_it_was_down(
-    fleet: Fleet, coordinator: FakeCoordinator
-) -> None:
-    names = coordinator.targets = NAMES[:2]
-    for name in names:
-        fleet.start(name)
-    until(lambda: coordinator.plan is not None, "two agents")
-    assert coordinator.plan is not None
-    first, second = (each.worker_id for each in coordinator.plan.workers)
-    until(lambda: fleet.pieces(second) > 20, "some pieces")
-    fleet.kill(second)
-    until(lambda: fleet.is_complete(first), "somebody who has everything")
-    assert not fleet.final(second).exists()
-    coordinator.commands = [Command(kind="cancel", deployment_id=DEPLOYMENT, epoch=1)]
-    fleet.start(second, limit_mbit="0")  # so fast that it would have it all before its first beat
-    kept = fleet.state / "nodes" / second / "assignments"
-    until(lambda: not list(kept.glob("*.lanes.json")), "its assignment is gone")
-    time.sleep(0.5)
-    assert not fleet.final(second).exists()
-
-
-@pytest.mark.nightly
-def test_peers_get_the_advertised_address_and_reach_it(
-    fleet: Fleet, coordinator: FakeCoordinator, manifest: Manifest
-) -> None:
-    names = coordinator.targets = NAMES[:2]
-    for name in names:
-        fleet.start(name, advertise="localhost")
-    until(lambda: all(fleet.final(name).exists() for name in names), "completion")
-    for name in names:
-        assert coordinator.registered[name].address.startswith("localhost:")
         verify_directory(fleet.final(name), manifest)
 
 
@@ -294,7 +259,7 @@ def test_grpc_with_mutual_tls_from_the_profile_serves_real_agents(
         "peer_key": "tls/{worker_id}-key.pem",
     }
     fleet = Fleet(tmp_path / "state", coordinator, relay={"transport": "grpc"}, security=files)
-    coordinator.targets = names = NAMES[:3]
+    coordinator.targets = names = NAMES[:2]
     authority = make_authority(tls)
     try:
         for name in names:

@@ -29,7 +29,6 @@ from paceline.errors import (
     PeerLost,
     PortInUse,
     ServiceUnavailable,
-    SourceChanged,
     SourceMissing,
     StateLocked,
     StorageFull,
@@ -335,20 +334,6 @@ def test_a_store_in_use_is_left_alone(tmp_path: Path, model: Path) -> None:
         distribute(model, into(tmp_path), 2)
     store.close()
     check(distribute(model, into(tmp_path), 2), model)
-
-
-def test_bytes_that_differ_from_the_manifest_are_never_exposed(tmp_path: Path, model: Path) -> None:
-    write_manifest(model, manifest_of(model))
-    with (model / "shards/b.bin").open("r+b") as file:
-        file.write(b"!")
-    refused(CorruptData, tmp_path, "2 workers", source=model, topology="direct")
-
-
-def test_a_source_that_grew_has_changed(tmp_path: Path, model: Path) -> None:
-    write_manifest(model, manifest_of(model))
-    with (model / "shards/b.bin").open("ab") as file:
-        file.write(b"more")
-    refused(SourceChanged, tmp_path, "b.bin", source=model, workers=1)
 
 
 def test_an_older_version_is_refused_unless_asked(tmp_path: Path, model: Path) -> None:

@@ -68,6 +68,8 @@ def main() -> None:
     if sys.argv[1] == "-c":
         exec(sys.argv[2], {"__name__": "__main__"})
         return
+    import paceline.cli.installation  # noqa: F401 - once for all forks
+
     for words in json.loads(sys.argv[1]):
         sys.stdout.write(json.dumps(command(words)) + "\n")
         sys.stdout.flush()

@@ -91,6 +91,8 @@ def main() -> None:
 
 def _ran(name: str, gangs: list[list[list[str]]]) -> list[list[tuple[int, str, str]]]:
     module = importlib.import_module(name)
+    if "paceline.training.parallel.pipeline" in sys.modules:  # a stage imports it: once for all
+        importlib.import_module("torch.distributed.pipelining")
     ended = []
     with tempfile.TemporaryDirectory() as scratch:
         for gang in gangs:

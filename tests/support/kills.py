@@ -54,7 +54,7 @@ def run(
     program: Sequence[str | Path], strace: Sequence[str] = (), env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python program, under strace with these options where there are any."""
-    traced = ["strace", "-f", "-qq", *strace] if strace else []
+    traced = ["strace", "-f", "-qq", "--seccomp-bpf", *strace] if strace else []
     return subprocess.run(
         [*traced, sys.executable, *map(str, program)],
         capture_output=True,

@@ -176,7 +176,7 @@ class Worker(Record):
     version: Text = Field(default="", exclude_if=is_empty)  # of Paceline there
 
 
-class StageRecord(Record):
+class StageRecord(Record, defer_build=False):
     """One ledger entry: the output of a stage for given inputs."""
 
     stage: Name  # such as relay or train

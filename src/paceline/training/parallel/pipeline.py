@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from paceline.config import TrainingSettings
 from paceline.models import Transformer, cut_stage
@@ -141,6 +140,9 @@ class Pipelined:
 
     def _new_schedule(self, count: int) -> Any:
         mesh = self._mesh
+        # Late: it imports torch's compiler, 0.6 s of CPU that ranks without stages do not need.
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
         stage = PipelineStage(
             self.modules[0],
             mesh.stage,
