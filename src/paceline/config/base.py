@@ -14,9 +14,7 @@ MODEL_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*){0,3}$"
 
 
 class Settings(BaseModel):
-    """A section: its schema is built by the first use, for a process that reads no profile."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def matching(pattern: str, wanted: str) -> Any:

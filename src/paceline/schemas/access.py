@@ -128,7 +128,7 @@ class TokenList(Record):
     tokens: tuple[TokenView, ...]  # oldest first
 
 
-class CreateToken(Record, defer_build=False):
+class CreateToken(Record):
     """Create a bearer token; ``worker_id`` requires the scope worker and no other."""
 
     # of its owner, as audit rows name it
@@ -142,7 +142,7 @@ class CreateToken(Record, defer_build=False):
     project: ProjectName | None = Field(default=None, exclude_if=is_none)
 
 
-class CreateJoinToken(Record, defer_build=False):
+class CreateJoinToken(Record):
     """Create a join token: for the one worker ``worker_id``, or a group token for ``nodes`` nodes
     with names that no worker has yet.
     """
@@ -175,7 +175,7 @@ DataSelector = Annotated[
 ]
 
 
-class AllowPurpose(Record, defer_build=False):
+class AllowPurpose(Record):
     """Allow data to be used for a purpose; no teams or projects: of any."""
 
     purpose: Name  # that the data may be used for
@@ -224,7 +224,7 @@ class PurposeShown(PurposeRule):
     status: Literal["complete"] = "complete"
 
 
-class JoinWorker(Record, defer_build=False):
+class JoinWorker(Record):
     """Request of an agent to become ``worker_id``; its private key stays on the node."""
 
     worker_id: Name

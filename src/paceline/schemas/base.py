@@ -107,11 +107,10 @@ class Record(BaseModel):
     """An immutable record that refuses unknown keys, NaN and infinity.
 
     Numbers and booleans are strict (``true`` and ``"1"`` are no counts). Of a list's wrong items
-    only the first is reported. A process builds the schemas of those that it uses; bodies of REST
-    calls say ``defer_build=False``: FastAPI silences pydantic's warning only where it builds them.
+    only the first is reported.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @classmethod
     def __get_pydantic_core_schema__(

@@ -44,7 +44,7 @@ Chunks = Annotated[tuple[int, ...], Field(max_length=2**16)]
 SourceKeys = Annotated[tuple[SourceKey, ...], Field(max_length=20_000)]  # as many as targets
 
 
-class CreateDeployment(Record, defer_build=False):
+class CreateDeployment(Record):
     """Distribute ``version`` of ``model_id`` from ``source_url`` to the target workers: those of
     ``target_workers``, or those that ``selector`` selects when the call arrives.
 
@@ -105,7 +105,7 @@ class Success(Record):
     success: bool = True  # always true: a refusal is a Problem
 
 
-class RaiseOriginBudget(Record, defer_build=False):
+class RaiseOriginBudget(Record):
     """Raise a deployment's origin budget by ``extra_bytes``."""
 
     extra_bytes: int = Field(gt=0, le=2**60)  # besides those that it had
@@ -156,7 +156,7 @@ class SwitchView(Record):
         return tuple(x.worker_id for x in self.workers if x.state not in ("switched", "other"))
 
 
-class RegisterWorker(Record, defer_build=False):
+class RegisterWorker(Record):
     worker_id: Name
     hostname: Text = Field(max_length=255)
     rack: Text = Field(max_length=255)
@@ -178,7 +178,7 @@ class Registered(Record):
     incarnation: int
 
 
-class SignRead(Record, defer_build=False):
+class SignRead(Record):
     """Ask for a signed URL of an object that a deployment of the worker is read from."""
 
     worker_id: Name
@@ -230,7 +230,7 @@ class DeploymentBeat(Record):
     activated: bool = False  # whether the worker switched to the version
 
 
-class Heartbeat(Record, defer_build=False):
+class Heartbeat(Record):
     worker_id: Name
     status: WorkerStatus
     chunks_received: Chunks = ()  # of the running deployment, if there is exactly one

@@ -108,7 +108,7 @@ class InstallationView(Record):
     token_expires_at: float | None = None  # seconds since the Unix epoch; None: no end
 
 
-class StartFlow(Record, defer_build=False):
+class StartFlow(Record):
     """Start a flow; a repeat with the same ``run_id`` and parameters finds the same flow run,
     unless that one ended badly.
     """
@@ -167,7 +167,7 @@ class ApprovalList(Record):
     submitters: dict[str, tuple[Text, ...]] = Field(default={}, exclude_if=is_empty)
 
 
-class DecidePromotion(Record, defer_build=False):
+class DecidePromotion(Record):
     """Approve or reject a promotion; ``evidence_digest`` is what the approver has seen."""
 
     evidence_digest: Sha256  # as the request has it; another one is refused

@@ -116,7 +116,7 @@ class Resources(Record):
     )  # fmt: skip
 
 
-class SubmitJob(Record, defer_build=False):
+class SubmitJob(Record):
     """Submit a training job: a published model, a data snapshot, and what the gang needs.
 
     Fields with a title are in the form of the flow train-model, too.
@@ -244,7 +244,7 @@ class JobCheckpoint(Record):
 Page = Annotated[Text, StringConstraints(pattern=r"^https?://[!-~]+$", max_length=2000)]
 
 
-class JobReport(Record, defer_build=False):
+class JobReport(Record):
     """What a job's flow reports every few seconds; each report is complete."""
 
     flow_run_id: Text = Field(default="", max_length=64)
@@ -397,7 +397,7 @@ class JobLog(Record):
     is_over: bool  # the flow run has ended, and this is its end
 
 
-class AdoptJob(Record, defer_build=False):
+class AdoptJob(Record):
     """A flow that someone else started asks to be admitted as a job."""
 
     spec: SubmitJob  # what it trains, and on what
@@ -406,13 +406,13 @@ class AdoptJob(Record, defer_build=False):
     flow_run_id: Text = Field(default="", max_length=64)
 
 
-class ResumeJob(Record, defer_build=False):
+class ResumeJob(Record):
     """Go on with a paused job; ``budget`` replaces its budget, in any state before its end."""
 
     budget: Budget | None = None  # None: as it was; 0: none any more
 
 
-class ReviewJob(Record, defer_build=False):
+class ReviewJob(Record):
     """A person's decision on a job that passed bad data over."""
 
     accepted: bool  # true: the job succeeded; false: it failed

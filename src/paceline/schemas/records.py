@@ -176,7 +176,7 @@ class Worker(Record):
     version: Text = Field(default="", exclude_if=is_empty)  # of Paceline there
 
 
-class StageRecord(Record, defer_build=False):
+class StageRecord(Record):
     """One ledger entry: the output of a stage for given inputs."""
 
     stage: Name  # such as relay or train
