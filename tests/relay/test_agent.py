@@ -8,6 +8,7 @@ import resource
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -195,6 +196,41 @@ def test_a_restarted_agent_goes_on_while_the_coordinator_is_away(
     until(lambda: all(fleet.final(name).exists() for name in names), "completion without it")
     assert held < manifest.piece_count
     for name in names:
+        verify_directory(fleet.final(name), manifest)
+
+
+@pytest.mark.nightly
+def test_a_restarted_agent_drops_what_was_cancelled_while_it_was_down(
+    fleet: Fleet, coordinator: FakeCoordinator
+) -> None:
+    names = coordinator.targets = NAMES[:2]
+    for name in names:
+        fleet.start(name)
+    until(lambda: coordinator.plan is not None, "two agents")
+    assert coordinator.plan is not None
+    first, second = (each.worker_id for each in coordinator.plan.workers)
+    until(lambda: fleet.pieces(second) > 20, "some pieces")
+    fleet.kill(second)
+    until(lambda: fleet.is_complete(first), "somebody who has everything")
+    assert not fleet.final(second).exists()
+    coordinator.commands = [Command(kind="cancel", deployment_id=DEPLOYMENT, epoch=1)]
+    fleet.start(second, limit_mbit="0")  # so fast that it would have it all before its first beat
+    kept = fleet.state / "nodes" / second / "assignments"
+    until(lambda: not list(kept.glob("*.lanes.json")), "its assignment is gone")
+    time.sleep(0.5)
+    assert not fleet.final(second).exists()
+
+
+@pytest.mark.nightly
+def test_peers_get_the_advertised_address_and_reach_it(
+    fleet: Fleet, coordinator: FakeCoordinator, manifest: Manifest
+) -> None:
+    names = coordinator.targets = NAMES[:2]
+    for name in names:
+        fleet.start(name, advertise="localhost")
+    until(lambda: all(fleet.final(name).exists() for name in names), "completion")
+    for name in names:
+        assert coordinator.registered[name].address.startswith("localhost:")
         verify_directory(fleet.final(name), manifest)
 
 
