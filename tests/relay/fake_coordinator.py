@@ -44,9 +44,11 @@ class FakeCoordinator:
         self.interval_s = 0.1  # between beats
         self.registered: dict[str, RegisterWorker] = {}
         self.beats: dict[str, DeploymentBeat] = {}
+        self.said: dict[str, int] = {}  # how many beats came from each
         self.plan: Plan | None = None
         self.commands: list[Command] = []
         self.lost: set[str] = set()  # whose next beat is answered with continue = false
+        self.unconfirmed: set[str] = set()  # whose beats are taken note of and answered with 503
         self.lock = threading.Lock()
         coordinator = self
 
@@ -75,7 +77,8 @@ class FakeCoordinator:
                         answer = coordinator.register(RegisterWorker.model_validate(body))
                     else:
                         answer = coordinator.beat(Heartbeat.model_validate(body))
-                self._answer(answer)
+                    unconfirmed = body["worker_id"] in coordinator.unconfirmed
+                self._answer(answer, 503 if unconfirmed else 200)
 
             def _answer(self, raw: bytes, status: int = 200) -> None:
                 self.send_response(status)
@@ -114,6 +117,7 @@ class FakeCoordinator:
 
     def beat(self, beat: Heartbeat) -> bytes:
         name = beat.worker_id
+        self.said[name] = self.said.get(name, 0) + 1
         if name in self.lost:
             self.lost.discard(name)
             answer = HeartbeatAnswer(go_on=False, epoch=1, next_beat_s=self.interval_s)

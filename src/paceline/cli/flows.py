@@ -170,7 +170,7 @@ OUTCOMES = {
         "generate models:/{model[model_id]}@champion PROMPT",
     ),
     "verify_model": (
-        "every byte of {model_id} {version} was read again, nodes: {verified}, vouched for: {vouched}",
+        "every byte of {model_id} {version} read again, nodes: {verified}, vouched for: {vouched}",
         "status",
     ),
     "rollback_model": (
