@@ -50,7 +50,7 @@ def final_loss(given: dict[str, Any]) -> float:
 class Queue:
     """A client whose jobs make ``a_look`` steps whenever they are looked at."""
 
-    a_look = 80
+    a_look = STEPS // 2
 
     def __init__(self) -> None:
         self._runtime = Runtime(
