@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +22,7 @@ from paceline.errors import NotFound
 from paceline.registry import MetricPoint, Registry, lineage
 from paceline.schemas import TrainJob, TrainResult
 
-pytestmark = pytest.mark.xdist_group("mlflow")  # one server
+pytestmark = pytest.mark.xdist_group("prefect")  # one server
 DIGEST = "0" * 64
 JOB = TrainJob(
     job_id="job-1",
@@ -98,16 +97,7 @@ def test_a_runs_training_is_found_whole_and_an_unfinished_one_is_refused(
         recorded_run(runtime, "run-20260101-000000-ffffff")
 
 
-WHERE = (
-    "import sys\n"
-    "from paceline.cli import run\n"
-    "sys.argv = ['paceline', *sys.argv[1:]]\n"
-    "try:\n    run()\n"
-    "finally:\n    print('imported', *({'prefect', 'mlflow', 'torch'} & {*sys.modules}))\n"
-)
-
-
-def test_where_finds_a_run_by_its_beginning_without_importing_mlflow(
+def test_where_finds_a_run_by_its_beginning_in_the_base_install(
     registry: Registry, tmp_path: Path
 ) -> None:
     ids = ("run-20260102-000000-aaaaaa", "run-20260102-000000-aabbbb", "run-20260103-000000-cccccc")
@@ -119,22 +109,23 @@ def test_where_finds_a_run_by_its_beginning_without_importing_mlflow(
     save_runtime(Runtime(profile=Profile(), state_dir=tmp_path, endpoints=endpoints,
                          secrets=Secrets()))  # fmt: skip
 
-    def typed(*words: str) -> tuple[int, dict[str, Any], str]:
-        argv = [sys.executable, "-c", WHERE, *words, "--json", "--state", str(tmp_path)]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-        answer, imported = done.stdout.splitlines()
-        assert imported == "imported", imported
-        return done.returncode, json.loads(answer), done.stderr
-
-    code, found, _ = typed("where", "run-20260103")
+    commands = [
+        [*words, "--json", "--state", str(tmp_path)]
+        for words in (
+            ("where", "run-20260103"), ("where", "run-20260102-000000-aa"),
+            ("where", "run-20260104-000000-dddddd"), ("where", "run-'x"),
+            ("model", "rollback", "no/such-model"), ("model", "rollback", "../x"),
+        )
+    ]  # fmt: skip
+    argv = [sys.executable, "-m", "tests.support.base_install", json.dumps(commands)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    whole, part, *others = [json.loads(line) for line in done.stdout.splitlines()]
+    code, found = whole[0], json.loads(whole[1])
     assert (code, found["status"], found["run"]) == (0, "complete", ids[2])
     assert found["mlflow"].endswith(f"/runs/{made[2]}")
     assert found["prefect"] == away
-    code, _, said = typed("where", "run-20260102-000000-aa")
-    assert code == 2
-    assert ids[0] in said
-    assert ids[1] in said
-    assert "no such run" in typed("where", "run-20260104-000000-dddddd")[2]
-    assert "not a run id" in typed("where", "run-'x")[2]
-    assert "no version of this model" in typed("model", "rollback", "no/such-model")[2]
-    assert "not a model's id" in typed("model", "rollback", "../x")[2]
+    assert part[0] == 2
+    assert ids[0] in part[2] and ids[1] in part[2]
+    said = ("no such run", "not a run id", "no version of this model", "not a model's id")
+    for (_, _, error), wanted in zip(others, said, strict=True):
+        assert wanted in error

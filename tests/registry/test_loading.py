@@ -13,7 +13,7 @@ from paceline.registry import MLMODEL_FILE, Registry, mlmodel
 from tests.registry.bundles import make_evidence
 from tests.support.rclone import RcloneS3
 
-pytestmark = [pytest.mark.xdist_group("mlflow"), pytest.mark.timeout(240)]  # one server
+pytestmark = [pytest.mark.xdist_group("prefect"), pytest.mark.timeout(240)]  # one server
 _names = itertools.count(1)
 
 
