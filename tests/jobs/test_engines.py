@@ -66,14 +66,9 @@ def job(**spec: Any) -> TrainingJob:
         {"model_id": "acme/tiny", "version": "1", "data_snapshot": SNAPSHOT, **spec}
     )
     return TrainingJob(
-        job_id="tj-0123456789ab",
-        submission_id=digest_of(made.model_dump(mode="json")),
-        spec=made,
-        run_id="run-20261127-210000-000001",
-        state=S.QUEUED,
-        created_at=1.0,
-        updated_at=1.0,
-    )
+        job_id="tj-0123456789ab", submission_id=digest_of(made.model_dump(mode="json")), spec=made,
+        run_id="run-20261127-210000-000001", state=S.QUEUED, created_at=1.0, updated_at=1.0,
+    )  # fmt: skip
 
 
 def request(runtime: Runtime, **spec: Any) -> Request:
@@ -195,9 +190,7 @@ def test_a_job_requests_its_gang_in_its_own_its_teams_or_profiles_words(
 ) -> None:
     teams = '{nlp = {partition = "nlp", account = "lab", qos = "high"}}'
     runtime = runtime_of(
-        "slurm",
-        tmp_path,
-        **{"cluster.slurm.teams": teams, "cluster.slurm.partition": "train"},
+        "slurm", tmp_path, **{"cluster.slurm.teams": teams, "cluster.slurm.partition": "train"}
     )
     argv = slurm.argv_of(request(runtime, **spec), "name", runtime)
     assert words <= {*argv}
@@ -636,10 +629,7 @@ class Clock:
         return f"echo {seconds} >> {self.path}"
 
 
-@pytest.mark.parametrize(
-    ("name", "reads", "tries"),
-    [("squeue", 1, 0), ("sbatch", 1, 1)],
-)
+@pytest.mark.parametrize(("name", "reads", "tries"), [("squeue", 1, 0), ("sbatch", 1, 1)])
 def test_a_round_waits_for_a_silent_slurm_once(
     runtime: Runtime, site: Site, name: str, reads: int, tries: int
 ) -> None:
@@ -749,9 +739,7 @@ def test_nodes_of_two_kinds_go_back(runtime: Runtime) -> None:
         assert (found.phase, found.avoid) == ("waiting", avoid)
 
 
-def test_part_of_a_kinds_name_that_nodes_share_is_the_granted_nodes_kind(
-    runtime: Runtime,
-) -> None:
+def test_part_of_a_kinds_name_that_nodes_share_is_the_granted_nodes_kind(runtime: Runtime) -> None:
     hosts = [
         Host(name=name, slots=2, kind=kind)
         for name, kind in (("n1", "NVIDIA A100-SXM4-40GB"), ("n2", "NVIDIA A100-SXM4-80GB"))
@@ -992,9 +980,7 @@ def test_a_group_that_was_applied_in_part_is_completed(cluster: Cluster) -> None
     assert cluster.called("apply") == 2
 
 
-def test_a_used_quota_of_a_namespace_passes_and_another_refusal_does_not(
-    cluster: Cluster,
-) -> None:
+def test_a_used_quota_of_a_namespace_passes_and_another_refusal_does_not(cluster: Cluster) -> None:
     asked = request(cluster.runtime, resources={"ranks": 4})
     said = 'pods "x" is forbidden: exceeded quota: gpus, requested: 8, used: 8, limited: 8'
     refusing = KUBECTL.replace(

@@ -110,15 +110,10 @@ class Flows:
 def worker(name: str, gpus: int = 0, kind: str = "NVIDIA A100", **labels: str) -> Worker:
     cards = (Accelerator(kind=kind, count=gpus, memory_bytes=80 << 30),) if gpus else ()
     return Worker(
-        worker_id=name,
-        hostname=name,
-        labels=Labels(rack=labels.pop("rack", "r1"), others=labels),
-        address=f"{name}:1",
-        available_storage=1,
-        link_mbit=1000,
-        incarnation=1,
+        worker_id=name, hostname=name, labels=Labels(rack=labels.pop("rack", "r1"), others=labels),
+        address=f"{name}:1", available_storage=1, link_mbit=1000, incarnation=1,
         inventory=Inventory(cores=8, memory_bytes=1, shared_memory_bytes=1, accelerators=cards),
-    )
+    )  # fmt: skip
 
 
 class Queue:
@@ -245,9 +240,7 @@ def twins(queue: Queue, *of_each: dict[str, Any]) -> list[str]:
     return [queue.add(SubmitJob.model_validate(spec | each)).job_id for each in of_each]
 
 
-def test_of_identical_jobs_the_one_of_higher_priority_begins_first(
-    queue: Queue,
-) -> None:
+def test_of_identical_jobs_the_one_of_higher_priority_begins_first(queue: Queue) -> None:
     first, second = twins(queue, {}, {"team": "b", "priority": 9})
     queue.run_once(2)
     # They would write the same checkpoints.
@@ -270,16 +263,12 @@ SAME: dict[str, dict[str, Any]] = {
     "snapshot's URL": {"data_snapshot": f"{SNAPSHOT}/"},
 }
 OTHER: dict[str, dict[str, Any]] = {
-    "seed": {"seed": 1},
-    "learning rate": {"parameters": {"training.learning_rate": 0.5}},
+    "seed": {"seed": 1}, "learning rate": {"parameters": {"training.learning_rate": 0.5}},
     "hook": {"parameters": {"training.mesh.hook": "bf16"}},
-    "batching": {"parameters": {"data.batching": "packed"}},
-    "labels": {"labels": "shuffled"},
-    "purpose": {"purpose": "speech"},
-    "code": {"code_ref": "task:make"},
-    "optimiser": {"optimizer_ref": "task:lion"},
-    "continued": {"continue_from": "job-0123456789ab"},
-}
+    "batching": {"parameters": {"data.batching": "packed"}}, "labels": {"labels": "shuffled"},
+    "purpose": {"purpose": "speech"}, "code": {"code_ref": "task:make"},
+    "optimiser": {"optimizer_ref": "task:lion"}, "continued": {"continue_from": "job-0123456789ab"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("given", SAME.values(), ids=SAME)
@@ -828,9 +817,7 @@ def test_an_adopted_flow_waits_its_turn_and_is_never_preempted(queue: Queue) -> 
     assert queue.state(mine) is S.SUCCEEDED
 
 
-def test_an_adopted_flow_that_can_wait_is_preempted_and_goes_on_in_place(
-    queue: Queue,
-) -> None:
+def test_an_adopted_flow_that_can_wait_is_preempted_and_goes_on_in_place(queue: Queue) -> None:
     spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
     mine = queue.add(spec, adopted=True, yields=True, flow_run_id="by-hand", attempt=1).job_id
     queue.run_once()

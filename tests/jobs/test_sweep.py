@@ -267,10 +267,7 @@ def test_a_spent_budget_ends_no_trial_that_has_a_job(
         **{name: getattr(priced, name) for name in names},
     )
     found = run(replace(sweep, budget=5), priced)
-    assert [each.state for each in found.trials] == [
-        "complete",
-        "complete" if accepted else "fail",
-    ]
+    assert [each.state for each in found.trials] == ["complete", "complete" if accepted else "fail"]
     assert found.stopped.startswith("the budget is spent")
 
 
@@ -500,8 +497,7 @@ def test_a_study_in_postgresql_goes_on_from_another_host(
 
 
 @pytest.mark.parametrize(
-    "storage",
-    ["postgresql://ann:secret@host/db", "mysql://host/db", "studies.sqlite"],
+    "storage", ["postgresql://ann:secret@host/db", "mysql://host/db", "studies.sqlite"]
 )
 def test_a_profile_names_postgresql_without_a_password(storage: str) -> None:
     with pytest.raises(ValidationError, match="storage"):

@@ -10,14 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.training import recorded_run
-from paceline.config import (
-    Endpoints,
-    Profile,
-    Runtime,
-    Secrets,
-    TrainingSettings,
-    save_runtime,
-)
+from paceline.config import Endpoints, Profile, Runtime, Secrets, TrainingSettings, save_runtime
 from paceline.errors import NotFound
 from paceline.registry import MetricPoint, Registry, lineage
 from paceline.schemas import TrainJob, TrainResult
@@ -25,35 +18,16 @@ from paceline.schemas import TrainJob, TrainResult
 pytestmark = pytest.mark.xdist_group("prefect")  # one server
 DIGEST = "0" * 64
 JOB = TrainJob(
-    job_id="job-1",
-    run_id="run-20260101-000000-eeeeee",
-    state_dir="/state",
-    model_id="bytelm",
-    version="v1",
-    manifest_digest=DIGEST,
-    snapshot_url="s3://b/data",
-    snapshot_digest=DIGEST,
-    purpose="tests",
-    checkpoint_url="s3://b/checkpoints",
-    settings=TrainingSettings(steps=2),
-)
+    job_id="job-1", run_id="run-20260101-000000-eeeeee", state_dir="/state", model_id="bytelm",
+    version="v1", manifest_digest=DIGEST, snapshot_url="s3://b/data", snapshot_digest=DIGEST,
+    purpose="tests", checkpoint_url="s3://b/checkpoints", settings=TrainingSettings(steps=2),
+)  # fmt: skip
 RESULT = TrainResult(
-    job_id="job-1",
-    steps=2,
-    resumed_from_step=0,
-    first_loss=5.5,
-    final_loss=2.75,
-    tokens_per_second=1.0,
-    data_wait_share=0.0,
-    checkpoint_stall_share=0.0,
-    export_url="s3://b/export",
-    weights_digest=DIGEST,
-    checkpoints=(),
-    restarts=(),
-    seconds=1.0,
-    config_digest=DIGEST,
-    environment={"torch": "2.13.0"},
-)
+    job_id="job-1", steps=2, resumed_from_step=0, first_loss=5.5, final_loss=2.75,
+    tokens_per_second=1.0, data_wait_share=0.0, checkpoint_stall_share=0.0,
+    export_url="s3://b/export", weights_digest=DIGEST, checkpoints=(), restarts=(), seconds=1.0,
+    config_digest=DIGEST, environment={"torch": "2.13.0"},
+)  # fmt: skip
 
 
 def test_an_unknown_run_is_not_found_and_not_made(registry: Registry) -> None:

@@ -7,14 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from paceline.config import (
-    Endpoints,
-    PriceSettings,
-    Profile,
-    Runtime,
-    Secrets,
-    load_profile,
-)
+from paceline.config import Endpoints, PriceSettings, Profile, Runtime, Secrets, load_profile
 from paceline.errors import Conflict, InvalidProfile
 from paceline.schemas import (
     JobReport,
