@@ -496,19 +496,18 @@ def test_nodes_that_cannot_hold_the_gang_fail_the_job_and_go_back(
 
 def test_a_person_s_training_fails_when_slurm_takes_its_nodes(queue: SlurmQueue) -> None:
     """Its flow was started outside of the queue; it is started again there."""
-    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
-    made = queue.add(spec, adopted=True, flow_run_id="mine", attempt=1)
-    queue.flows.runs["mine"] = "RUNNING"
+    made = queue.adopt()
+    queue.flows.runs["by-hand"] = "RUNNING"
     queue.run_once()
-    queue.slurm(made.job_id, "RUNNING", nodes="n1,n2")
+    queue.slurm(made, "RUNNING", nodes="n1,n2")
     for _ in range(8):
-        queue.report(made.job_id, step=1, steps=9)
+        queue.report(made, step=1, steps=9)
         queue.run_once()
-    assert queue.state(made.job_id) is S.RUNNING
-    queue.slurm(made.job_id, "PENDING", "Priority")
+    assert queue.state(made) is S.RUNNING
+    queue.slurm(made, "PENDING", "Priority")
     queue.run_once()
-    assert queue.state(made.job_id) is S.FAILED
-    assert "start it again" in queue.job(made.job_id).reason
+    assert queue.state(made) is S.FAILED
+    assert "start it again" in queue.job(made).reason
 
 
 @pytest.mark.parametrize(

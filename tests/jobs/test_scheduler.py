@@ -169,6 +169,11 @@ class Queue:
             )
         )
 
+    def adopt(self, **more: Any) -> str:
+        """A person has started a training outside of the queue."""
+        spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
+        return self.add(spec, adopted=True, flow_run_id="by-hand", attempt=1, **more).job_id
+
     def run_once(self, rounds: int = 1, seconds: float = 1.0) -> None:
         for _ in range(rounds):
             self.now += seconds
@@ -449,8 +454,7 @@ def test_a_job_whose_flow_no_worker_takes_gives_its_nodes_to_others(queue: Queue
     first = queue.flow_of(job_id)
     queue.run_once(7, seconds=100)
     assert queue.flow_of(job_id) == first
-    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
-    other = queue.add(spec, adopted=True, flow_run_id="by-hand", attempt=1).job_id
+    other = queue.adopt()
     queue.run_once()
     job = queue.job(job_id)
     assert (job.state, job.losses, job.placement) == (S.RECOVERING, 0, None)
@@ -796,8 +800,7 @@ def test_parameters_that_prefect_refuses_fail_the_job_and_free_its_nodes(queue: 
 def test_an_adopted_flow_waits_its_turn_and_is_never_preempted(queue: Queue) -> None:
     first = queue.submit(3)
     queue.run_once()
-    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
-    mine = queue.add(spec, adopted=True, flow_run_id="by-hand", attempt=1).job_id
+    mine = queue.adopt()
     for _ in range(40):
         queue.report(mine)
         queue.run_once()
@@ -818,8 +821,7 @@ def test_an_adopted_flow_waits_its_turn_and_is_never_preempted(queue: Queue) -> 
 
 
 def test_an_adopted_flow_that_can_wait_is_preempted_and_goes_on_in_place(queue: Queue) -> None:
-    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
-    mine = queue.add(spec, adopted=True, yields=True, flow_run_id="by-hand", attempt=1).job_id
+    mine = queue.adopt(yields=True)
     queue.run_once()
     queue.report(mine, step=30, steps=100, made_steps=30)
     queue.run_once(2)
@@ -862,8 +864,7 @@ def test_an_adopted_flow_that_can_wait_is_preempted_and_goes_on_in_place(queue: 
 def test_an_adopted_flow_that_ends_while_it_yields_is_not_started_again(
     queue: Queue, report: dict[str, Any]
 ) -> None:
-    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
-    mine = queue.add(spec, adopted=True, yields=True, flow_run_id="by-hand", attempt=1).job_id
+    mine = queue.adopt(yields=True)
     queue.run_once()
     queue.report(mine, step=30)
     queue.run_once(2)
@@ -880,8 +881,7 @@ def test_an_adopted_flow_that_dies_while_paused_fails_with_what_to_do(
 ) -> None:
     queue.submit(4)
     queue.run_once()
-    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
-    mine = queue.add(spec, adopted=True, flow_run_id="by-hand", attempt=1).job_id
+    mine = queue.adopt()
     queue.report(mine, waits=True)
     queue.table.change(
         mine, lambda job: with_state(job, S.PAUSED, queue.now, "pause requested by ada")
@@ -907,8 +907,7 @@ def test_an_adopted_flow_that_completes_as_it_waits_ends_its_job(
 ) -> None:
     queue.submit(4)
     queue.run_once()
-    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
-    mine = queue.add(spec, adopted=True, flow_run_id="by-hand", attempt=1).job_id
+    mine = queue.adopt()
     queue.report(mine, waits=True)
     if before is S.PAUSED:
         queue.ask(mine, "run", S.PAUSED)
@@ -921,8 +920,7 @@ def test_an_adopted_flow_that_completes_as_it_waits_ends_its_job(
 def test_an_adopted_flow_that_dies_while_it_waits_gives_its_place_up(queue: Queue) -> None:
     queue.submit(4)
     queue.run_once()
-    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
-    mine = queue.add(spec, adopted=True, flow_run_id="by-hand", attempt=1).job_id
+    mine = queue.adopt()
     queue.report(mine)
     queue.run_once(3, seconds=15)
     assert queue.state(mine) is S.FAILED
@@ -972,16 +970,6 @@ def test_of_a_host_with_cards_of_two_kinds_the_most_alike_are_slots() -> None:
         [mixed.model_copy(update={"inventory": machine})], load_profile("ci").training
     )
     assert (host.kind, host.slots) == ("NVIDIA H100", 5)
-
-
-def test_a_team_over_its_quota_waits() -> None:
-    profile = load_profile("ci", {"jobs.quotas.nlp.slots": "2", "jobs.quotas.nlp.borrow": "0"})
-    queue = Queue(*(worker(f"node-{each}") for each in range(4)), profile=profile)
-    first, second = queue.submit(2, team="nlp"), queue.submit(1, team="nlp")
-    queue.run_once(2)
-    assert queue.state(first) is S.STARTING
-    assert queue.state(second) is S.QUEUED
-    assert "quota" in queue.job(second).reason
 
 
 @pytest.mark.parametrize("state", list(S))

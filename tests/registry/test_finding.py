@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from paceline.config import Endpoints, Profile, Runtime, Secrets, TrainingSettin
 from paceline.errors import NotFound
 from paceline.registry import MetricPoint, Registry, lineage
 from paceline.schemas import TrainJob, TrainResult
+from tests.support.command import Ended, paceline
 
 pytestmark = pytest.mark.xdist_group("prefect")  # one server
 DIGEST = "0" * 64
@@ -71,8 +71,8 @@ def test_a_runs_training_is_found_whole_and_an_unfinished_one_is_refused(
         recorded_run(runtime, "run-20260101-000000-ffffff")
 
 
-def test_where_finds_a_run_by_its_beginning_in_the_base_install(
-    registry: Registry, tmp_path: Path
+def test_where_finds_a_run_by_its_beginning_without_importing_mlflow(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = ("run-20260102-000000-aaaaaa", "run-20260102-000000-aabbbb", "run-20260103-000000-cccccc")
     made = [registry.ensure_run(each, experiment="finding") for each in ids]
@@ -82,24 +82,23 @@ def test_where_finds_a_run_by_its_beginning_in_the_base_install(
     )
     save_runtime(Runtime(profile=Profile(), state_dir=tmp_path, endpoints=endpoints,
                          secrets=Secrets()))  # fmt: skip
+    for module in ("prefect", "mlflow", "torch"):
+        monkeypatch.setitem(sys.modules, module, None)  # an import of it fails
 
-    commands = [
-        [*words, "--json", "--state", str(tmp_path)]
-        for words in (
-            ("where", "run-20260103"), ("where", "run-20260102-000000-aa"),
-            ("where", "run-20260104-000000-dddddd"), ("where", "run-'x"),
-            ("model", "rollback", "no/such-model"), ("model", "rollback", "../x"),
-        )
-    ]  # fmt: skip
-    argv = [sys.executable, "-m", "tests.support.base_install", json.dumps(commands)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-    whole, part, *others = [json.loads(line) for line in done.stdout.splitlines()]
-    code, found = whole[0], json.loads(whole[1])
-    assert (code, found["status"], found["run"]) == (0, "complete", ids[2])
+    def typed(*words: str) -> Ended:
+        return paceline(*words, "--json", "--state", tmp_path)
+
+    done = typed("where", "run-20260103")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["status"], found["run"]) == ("complete", ids[2])
     assert found["mlflow"].endswith(f"/runs/{made[2]}")
     assert found["prefect"] == away
-    assert part[0] == 2
-    assert ids[0] in part[2] and ids[1] in part[2]
-    said = ("no such run", "not a run id", "no version of this model", "not a model's id")
-    for (_, _, error), wanted in zip(others, said, strict=True):
-        assert wanted in error
+    done = typed("where", "run-20260102-000000-aa")
+    assert done.returncode == 2
+    assert ids[0] in done.stderr
+    assert ids[1] in done.stderr
+    assert "no such run" in typed("where", "run-20260104-000000-dddddd").stderr
+    assert "not a run id" in typed("where", "run-'x").stderr
+    assert "no version of this model" in typed("model", "rollback", "no/such-model").stderr
+    assert "not a model's id" in typed("model", "rollback", "../x").stderr
