@@ -33,12 +33,18 @@ _SWITCHES = {
 
 
 @pytest.fixture(scope="session")
-def mlflow_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def mlflow_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return where the server keeps its database, mlflow.db, and artifacts."""
+    return tmp_path_factory.mktemp("mlflow")
+
+
+@pytest.fixture(scope="session")
+def mlflow_url(mlflow_directory: Path) -> Iterator[str]:
     """Yield the URL of this session's MLflow server.
 
     As an installation does, it leaves out the command ``mlflow server``, whose imports cost 5 s.
     """
-    directory = tmp_path_factory.mktemp("mlflow")
+    directory = mlflow_directory
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     log = directory / "mlflow.log"
