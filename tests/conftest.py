@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support import reaper, servers
+from tests.support.mlflow_server import mlflow_directory, mlflow_url  # noqa: F401 - fixtures
 from tests.support.prefect_server import prefect_server  # noqa: F401 - a fixture
 from tests.support.rclone import RcloneS3, rclone_s3
 from tests.support.rgw import rgw  # noqa: F401 - a fixture

@@ -32,14 +32,19 @@ DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load((ROOT / "prefect.yaml").read_
     "deployments"
 ]
 LIMITS = ("minimum", "maximum", "exclusiveMinimum", "maxLength")
+each_deployment = pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda each: each["name"])
 
 
-@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda each: each["name"])
+def flow_of(deployment: dict[str, Any]) -> Any:
+    module, _, name = deployment["entrypoint"].rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+@each_deployment
 def test_every_entrypoint_in_prefect_yaml_is_a_flow_of_that_name(
     deployment: dict[str, Any],
 ) -> None:
-    module, _, name = deployment["entrypoint"].rpartition(".")
-    flow = getattr(importlib.import_module(module), name)
+    flow = flow_of(deployment)
     assert isinstance(flow, Flow)
     assert flow.name == deployment["name"]
     assert set(deployment.get("parameters", {})) <= set(flow.parameters.properties)
@@ -143,12 +148,11 @@ def test_what_a_person_gives_in_the_form_is_what_the_job_asks_for(
         train_model.fn(**train_model.validate_parameters(given | CHOSEN | {"ranks": 4}))
 
 
-@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda each: each["name"])
+@each_deployment
 def test_forms_describe_each_parameter_and_leave_out_what_paceline_gives(
     deployment: dict[str, Any],
 ) -> None:
-    module, _, name = deployment["entrypoint"].rpartition(".")
-    flow = getattr(importlib.import_module(module), name)
+    flow = flow_of(deployment)
     form = parameter_schema(flow).properties
     assert not form.keys() & {"state_dir", "run_id", "deployment_id", "stage_prefix"}
     assert form.keys() < flow.parameters.properties.keys(), "calls may give them"
@@ -162,18 +166,16 @@ def test_forms_describe_each_parameter_and_leave_out_what_paceline_gives(
 
 def test_a_flow_with_nothing_to_fill_in_says_who_starts_it() -> None:
     for each in DEPLOYMENTS:
-        module, _, name = each["entrypoint"].rpartition(".")
-        flow = getattr(importlib.import_module(module), name)
+        flow = flow_of(each)
         if set(flow.parameters.required) - parameter_schema(flow).properties.keys():
             assert "Only promotions start it" in each["description"], each["name"]
 
 
-@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda each: each["name"])
+@each_deployment
 def test_a_form_has_examples_of_texts_number_limits_and_no_raw_objects(
     deployment: dict[str, Any],
 ) -> None:
-    module, _, name = deployment["entrypoint"].rpartition(".")
-    schema = parameter_schema(getattr(importlib.import_module(module), name))
+    schema = parameter_schema(flow_of(deployment))
     groups = [
         schema.properties,
         *(each.get("properties", {}) for each in schema.definitions.values()),
@@ -198,11 +200,7 @@ def test_the_model_of_the_example_is_the_demos() -> None:
 @pytest.mark.parametrize("name", OUTCOMES)
 def test_the_result_of_a_flow_has_what_the_command_line_prints_of_it(name: str) -> None:
     wanted = {"staged": "distribute_model", "judged": "train_model"}.get(name, name)
-    [flow] = [
-        getattr(importlib.import_module(module), wanted)
-        for module, _, of in (each["entrypoint"].rpartition(".") for each in DEPLOYMENTS)
-        if of == wanted
-    ]
+    [flow] = [flow_of(e) for e in DEPLOYMENTS if e["entrypoint"].endswith(f".{wanted}")]
     result = get_type_hints(flow.fn)["return"]
     for template in OUTCOMES[name]:
         for _, field, _, _ in Formatter().parse(template):

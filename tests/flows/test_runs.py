@@ -29,13 +29,7 @@ from prefect.transactions import Transaction, get_transaction, transaction
 from prefect.utilities.callables import parameter_schema
 from pydantic import BaseModel
 
-from paceline.errors import (
-    AwaitingApproval,
-    Cancelled,
-    Conflict,
-    InvalidInput,
-    ServiceUnavailable,
-)
+from paceline.errors import AwaitingApproval, Cancelled, Conflict, InvalidInput, ServiceUnavailable
 from paceline.flows.train import train_model
 from paceline.schemas import INTERRUPTED
 from paceline.tasks import promote

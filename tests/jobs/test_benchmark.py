@@ -60,14 +60,10 @@ def test_the_fit_finds_an_accelerator_again_by_its_times() -> None:
 @pytest.mark.timeout(600)
 def test_the_model_of_a_step_is_calibrated_on_gloo(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "benchmarks/step_times.py", "--tiny", "--out", str(tmp_path)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=580,
+        [sys.executable, "benchmarks/step_times.py", "--tiny", "--out", str(tmp_path)], cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=580,
         check=False,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((tmp_path / "step_times.json").read_text())
     assert json.loads(done.stdout.splitlines()[-1]) == result

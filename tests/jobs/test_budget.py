@@ -46,8 +46,7 @@ def run(queue: Queue, job_id: str, for_s: int, **more: Any) -> None:
 
 
 def test_a_budget_warns_once_and_then_pauses_the_job(queue: Queue) -> None:
-    job_id = queue.submit(2, budget=100)
-    queue.run_once()
+    job_id = queue.start(2, budget=100)
     run(queue, job_id, 39)
     assert not queue.job(job_id).budget_warned
     run(queue, job_id, 5)
@@ -72,8 +71,7 @@ def test_a_budget_warns_once_and_then_pauses_the_job(queue: Queue) -> None:
 def test_a_budget_counts_egress_and_storage() -> None:
     more = {"prices.per_gb_egress": "0.5", "prices.per_gb_month": "2629.8"}  # 1 EUR in 1000 s
     queue = Queue(worker("node-0"), profile=priced(**more))
-    job_id = queue.submit(1, budget=200)
-    queue.run_once()
+    job_id = queue.start(1, budget=200)
     saved = JobCheckpoint(step=4, object_ref="s3://b/c", created_at=1.0, bytes=10**9)
     run(queue, job_id, 100, read_bytes=120 * 10**9, checkpoints=(saved,))
     assert queue.state(job_id) is S.RUNNING
@@ -87,8 +85,7 @@ def test_a_budget_counts_egress_and_storage() -> None:
 
 def test_checkpoints_are_paid_for_over_all_attempts(queue: Queue) -> None:
     saved = JobCheckpoint(step=4, object_ref="s3://b/c", created_at=1.0, bytes=10**9)
-    job_id = queue.submit(1)
-    queue.run_once()
+    job_id = queue.start(1)
     run(queue, job_id, 99, checkpoints=(saved,))
     queue.ends(job_id, "CRASHED")
     queue.run_once()
@@ -99,8 +96,7 @@ def test_checkpoints_are_paid_for_over_all_attempts(queue: Queue) -> None:
 
 
 def test_a_new_leader_counts_the_same_seconds(queue: Queue) -> None:
-    job_id = queue.submit(2, budget=1000)
-    queue.run_once()
+    job_id = queue.start(2, budget=1000)
     run(queue, job_id, 100)
     before = cost(queue, job_id)
     queue.lead()
@@ -112,11 +108,9 @@ def test_a_new_leader_counts_the_same_seconds(queue: Queue) -> None:
 
 
 def test_a_job_over_its_budget_is_not_admitted_again(queue: Queue) -> None:
-    job_id = queue.submit(4, budget=90)
-    queue.run_once()
+    job_id = queue.start(4, budget=90)
     run(queue, job_id, 20)
-    high = queue.submit(4, priority=50)
-    queue.run_once()
+    high = queue.start(4, priority=50)
     assert queue.state(job_id) is S.PAUSING
     queue.run_once(10)  # its ranks take long to save
     queue.ends(job_id, "CANCELLED")
@@ -128,8 +122,7 @@ def test_a_job_over_its_budget_is_not_admitted_again(queue: Queue) -> None:
 
 def test_a_budget_that_cannot_be_counted_is_noted_and_stops_nothing() -> None:
     queue = Queue(worker("a-0", 8), profile=priced())
-    job_id = queue.submit(8, budget=1, parameters={"training.ranks_per_node": 0})
-    queue.run_once()
+    job_id = queue.start(8, budget=1, parameters={"training.ranks_per_node": 0})
     run(queue, job_id, 20)
     assert queue.state(job_id) is S.RUNNING
     assert "no price in [prices] per_hour for NVIDIA A100" in queue.job(job_id).reason
@@ -152,8 +145,7 @@ def test_the_factor_of_spot_nodes_counts_for_the_spot_nodes_alone() -> None:
     nodes = [worker(f"spot-{n}", capacity="spot") for n in range(2)] + [worker("node-0")]
     queue = Queue(*nodes, profile=priced(**{"prices.spot_factor": "0.25"}))
     spot = queue.submit(2, resources={"capacity": "spot"})
-    other = queue.submit(1, resources={"capacity": "on-demand"})
-    queue.run_once()
+    other = queue.start(1, resources={"capacity": "on-demand"})
     queue.run_once(100)
     assert (cost(queue, spot), cost(queue, other)) == (pytest.approx(50), pytest.approx(100))
     for each in (spot, other):
@@ -175,8 +167,7 @@ def test_a_record_of_an_older_version_has_the_factor_on_all_its_nodes(queue: Que
 
 
 def test_each_attempt_has_its_time_by_class(queue: Queue) -> None:
-    job_id = queue.submit(2, team="nlp", project="q3")
-    queue.run_once()
+    job_id = queue.start(2, team="nlp", project="q3")
     saved = JobCheckpoint(step=4, object_ref="s3://b/c", created_at=queue.now + 25)
     seconds = {"useful": 20.0, "data_wait": 2.0, "checkpoint": 1.0, "recovery": 0.0}
     run(queue, job_id, 30, seconds=seconds, made_steps=9, began_step=0, checkpoints=(saved,))
@@ -208,8 +199,7 @@ def test_each_attempt_has_its_time_by_class(queue: Queue) -> None:
 def test_the_ledger_has_bytes_of_the_object_store_while_a_job_runs(queue: Queue) -> None:
     prices = PriceSettings(per_gb_egress=0.5, per_gb_month=0.25)
     saved = JobCheckpoint(step=4, object_ref="s3://b/c", created_at=1.0, bytes=2 * 10**9)
-    job_id = queue.submit(2)
-    queue.run_once()
+    job_id = queue.start(2)
     run(queue, job_id, 5, read_bytes=10**9, written_bytes=6 * 10**9, checkpoints=(saved,))
     (row,) = recorded(queue.table.jobs(), [], queue.now)
     found = cost_of(row, prices)
@@ -225,8 +215,7 @@ def test_the_ledger_has_bytes_of_the_object_store_while_a_job_runs(queue: Queue)
 
 
 def test_a_finished_attempt_has_the_results_figures_and_the_jobs_time(queue: Queue) -> None:
-    job_id = queue.submit(2, team="nlp")
-    queue.run_once()
+    job_id = queue.start(2, team="nlp")
     run(queue, job_id, 4000)
     queue.ends(job_id, "COMPLETED")
     queue.run_once()

@@ -66,14 +66,9 @@ def job(**spec: Any) -> TrainingJob:
         {"model_id": "acme/tiny", "version": "1", "data_snapshot": SNAPSHOT, **spec}
     )
     return TrainingJob(
-        job_id="tj-0123456789ab",
-        submission_id=digest_of(made.model_dump(mode="json")),
-        spec=made,
-        run_id="run-20261127-210000-000001",
-        state=S.QUEUED,
-        created_at=1.0,
-        updated_at=1.0,
-    )
+        job_id="tj-0123456789ab", submission_id=digest_of(made.model_dump(mode="json")), spec=made,
+        run_id="run-20261127-210000-000001", state=S.QUEUED, created_at=1.0, updated_at=1.0,
+    )  # fmt: skip
 
 
 def request(runtime: Runtime, **spec: Any) -> Request:
@@ -161,6 +156,12 @@ class SlurmQueue(Queue):
         self.run_once(6)
         assert self.state(job_id) is S.STARTING
 
+    def begin(self) -> str:
+        """Submit a job of both nodes, and have Slurm grant them."""
+        job_id = self.start(4)
+        self.runs(job_id)
+        return job_id
+
 
 @pytest.fixture
 def queue(runtime: Runtime, site: Site) -> SlurmQueue:
@@ -195,9 +196,7 @@ def test_a_job_requests_its_gang_in_its_own_its_teams_or_profiles_words(
 ) -> None:
     teams = '{nlp = {partition = "nlp", account = "lab", qos = "high"}}'
     runtime = runtime_of(
-        "slurm",
-        tmp_path,
-        **{"cluster.slurm.teams": teams, "cluster.slurm.partition": "train"},
+        "slurm", tmp_path, **{"cluster.slurm.teams": teams, "cluster.slurm.partition": "train"}
     )
     argv = slurm.argv_of(request(runtime, **spec), "name", runtime)
     assert words <= {*argv}
@@ -270,8 +269,7 @@ def test_the_engine_is_the_profiles(tmp_path: Path) -> None:
 def test_a_job_waits_with_slurms_reason_and_gives_its_nodes_back(
     queue: SlurmQueue, site: Site
 ) -> None:
-    job_id = queue.submit(4)
-    queue.run_once()
+    job_id = queue.start(4)
     assert len(site.called("sbatch")) == 1
     for reason in ("Priority", "QOSMaxCpuPerUserLimit"):
         queue.slurm(job_id, "PENDING", reason)
@@ -295,8 +293,7 @@ def test_a_job_waits_with_slurms_reason_and_gives_its_nodes_back(
 
 
 def test_a_job_starts_once_every_node_has_a_worker(queue: SlurmQueue) -> None:
-    job_id = queue.submit(4)
-    queue.run_once()
+    job_id = queue.start(4)
     queue.store.workers = [worker("n1"), worker("n2").model_copy(update={"alive": False})]
     queue.slurm(job_id, "RUNNING", nodes="n1,n2")
     queue.run_once(10)
@@ -310,8 +307,7 @@ def test_a_job_starts_once_every_node_has_a_worker(queue: SlurmQueue) -> None:
 def test_after_a_death_behind_sbatch_there_is_no_second_allocation(
     queue: SlurmQueue, site: Site
 ) -> None:
-    job_id = queue.submit(4)
-    queue.run_once()
+    job_id = queue.start(4)
     queue.slurm(job_id, "PENDING", "Resources")
     queue.lead()
     queue.run_once(2)
@@ -355,9 +351,7 @@ def test_a_refusal_for_good_fails_the_job_and_another_is_tried_again(
 def test_a_job_that_slurm_preempts_goes_on_in_the_same_slurm_job(
     queue: SlurmQueue, site: Site
 ) -> None:
-    job_id = queue.submit(4)
-    queue.run_once()
-    queue.runs(job_id)
+    job_id = queue.begin()
     queue.report(job_id, step=3, steps=10)
     first = queue.flow_of(job_id)
     queue.slurm(job_id, "COMPLETING", nodes="n1,n2")
@@ -381,9 +375,7 @@ def test_a_job_that_slurm_preempts_goes_on_in_the_same_slurm_job(
 def test_an_allocation_that_ended_by_itself_is_followed_by_another(
     queue: SlurmQueue, site: Site, ended: str
 ) -> None:
-    job_id = queue.submit(4)
-    queue.run_once()
-    queue.runs(job_id)
+    job_id = queue.begin()
     queue.report(job_id, step=3, steps=10)
     queue.slurm(job_id, ended)
     queue.run_once()
@@ -398,8 +390,7 @@ def test_an_allocation_that_ended_by_itself_is_followed_by_another(
 def test_an_allocation_that_slurm_ended_while_the_job_waited_fails_it(
     queue: SlurmQueue, site: Site, state: str
 ) -> None:
-    job_id = queue.submit(4)
-    queue.run_once()
+    job_id = queue.start(4)
     queue.slurm(job_id, state, "NonZeroExitCode")
     queue.run_once(2)
     assert queue.state(job_id) is S.FAILED
@@ -411,9 +402,7 @@ def test_an_allocation_that_slurm_ended_while_the_job_waited_fails_it(
 def test_scancel_cancels_the_job_and_a_pause_does_not_look_like_it(
     queue: SlurmQueue, site: Site
 ) -> None:
-    job_id = queue.submit(4)
-    queue.run_once()
-    queue.runs(job_id)
+    job_id = queue.begin()
     queue.report(job_id, step=3, steps=10)
     queue.run_once()
     queue.ask(job_id, "pause", S.PAUSING)
@@ -440,9 +429,7 @@ def test_scancel_cancels_the_job_and_a_pause_does_not_look_like_it(
 def test_a_lost_flow_starts_again_in_the_allocation_and_a_cancel_frees_it(
     queue: SlurmQueue, site: Site
 ) -> None:
-    job_id = queue.submit(4)
-    queue.run_once()
-    queue.runs(job_id)
+    job_id = queue.begin()
     queue.ends(job_id, "CRASHED", "its process was killed")
     queue.run_once(2)
     assert (queue.state(job_id), queue.job(job_id).losses) == (S.STARTING, 1)
@@ -461,9 +448,7 @@ def test_a_lost_flow_starts_again_in_the_allocation_and_a_cancel_frees_it(
 def test_a_job_whose_flow_no_worker_takes_gives_its_allocation_back(
     queue: SlurmQueue, site: Site
 ) -> None:
-    job_id = queue.submit(4)
-    queue.run_once()
-    queue.runs(job_id)
+    job_id = queue.begin()
     queue.run_once(7, seconds=100)
     assert queue.state(job_id) is S.RECOVERING
     assert len(site.called("scancel")) == 1
@@ -492,8 +477,7 @@ def test_nodes_that_cannot_hold_the_gang_fail_the_job_and_go_back(
     queue: SlurmQueue, site: Site
 ) -> None:
     queue.store.workers = [worker("n1", gpus=1), worker("n2", gpus=1)]
-    job_id = queue.submit(4)
-    queue.run_once()
+    job_id = queue.start(4)
     queue.slurm(job_id, "RUNNING", nodes="n1,n2")
     queue.run_once(7)
     assert queue.state(job_id) is S.FAILED
@@ -503,19 +487,18 @@ def test_nodes_that_cannot_hold_the_gang_fail_the_job_and_go_back(
 
 def test_a_person_s_training_fails_when_slurm_takes_its_nodes(queue: SlurmQueue) -> None:
     """Its flow was started outside of the queue; it is started again there."""
-    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
-    made = queue.add(spec, adopted=True, flow_run_id="mine", attempt=1)
-    queue.flows.runs["mine"] = "RUNNING"
+    made = queue.adopt()
+    queue.flows.runs["by-hand"] = "RUNNING"
     queue.run_once()
-    queue.slurm(made.job_id, "RUNNING", nodes="n1,n2")
+    queue.slurm(made, "RUNNING", nodes="n1,n2")
     for _ in range(8):
-        queue.report(made.job_id, step=1, steps=9)
+        queue.report(made, step=1, steps=9)
         queue.run_once()
-    assert queue.state(made.job_id) is S.RUNNING
-    queue.slurm(made.job_id, "PENDING", "Priority")
+    assert queue.state(made) is S.RUNNING
+    queue.slurm(made, "PENDING", "Priority")
     queue.run_once()
-    assert queue.state(made.job_id) is S.FAILED
-    assert "start it again" in queue.job(made.job_id).reason
+    assert queue.state(made) is S.FAILED
+    assert "start it again" in queue.job(made).reason
 
 
 @pytest.mark.parametrize(
@@ -593,8 +576,7 @@ def test_an_sbatch_that_slurm_took_though_it_was_killed_is_not_repeated(
 ) -> None:
     queue.run_once()
     site.says("sbatch", "echo 'sbatch: error: Socket timed out' >&2; exit 1")
-    job_id = queue.submit(4)
-    queue.run_once()
+    job_id = queue.start(4)
     site.says("squeue", "echo 'slurm_load_jobs error' >&2; exit 1")
     queue.run_once(5, seconds=40)
     assert len(site.called("sbatch")) == 1
@@ -608,9 +590,7 @@ def test_an_sbatch_that_slurm_took_though_it_was_killed_is_not_repeated(
 def test_of_two_slurm_jobs_of_one_name_the_second_is_cancelled(
     queue: SlurmQueue, site: Site
 ) -> None:
-    job_id = queue.submit(4)
-    queue.run_once()
-    queue.runs(job_id)
+    job_id = queue.begin()
     site.queue(
         f"11|CANCELLED|None||NAME{job_id}",
         f"12|RUNNING|None|n1,n2|NAME{job_id}",
@@ -636,10 +616,7 @@ class Clock:
         return f"echo {seconds} >> {self.path}"
 
 
-@pytest.mark.parametrize(
-    ("name", "reads", "tries"),
-    [("squeue", 1, 0), ("sbatch", 1, 1)],
-)
+@pytest.mark.parametrize(("name", "reads", "tries"), [("squeue", 1, 0), ("sbatch", 1, 1)])
 def test_a_round_waits_for_a_silent_slurm_once(
     runtime: Runtime, site: Site, name: str, reads: int, tries: int
 ) -> None:
@@ -749,9 +726,7 @@ def test_nodes_of_two_kinds_go_back(runtime: Runtime) -> None:
         assert (found.phase, found.avoid) == ("waiting", avoid)
 
 
-def test_part_of_a_kinds_name_that_nodes_share_is_the_granted_nodes_kind(
-    runtime: Runtime,
-) -> None:
+def test_part_of_a_kinds_name_that_nodes_share_is_the_granted_nodes_kind(runtime: Runtime) -> None:
     hosts = [
         Host(name=name, slots=2, kind=kind)
         for name, kind in (("n1", "NVIDIA A100-SXM4-40GB"), ("n2", "NVIDIA A100-SXM4-80GB"))
@@ -790,8 +765,7 @@ def test_a_training_that_began_outside_of_the_queue_may_not_either(
         runtime_of("slurm", tmp_path, **{"cluster.slurm.teams": '{nlp = {partition = "nlp"}}'}),
         site,
     )
-    job_id = queue.submit(4, team="vision", resources={"queue": "nlp"})
-    queue.run_once()
+    job_id = queue.start(4, team="vision", resources={"queue": "nlp"})
     assert queue.state(job_id) is S.FAILED
     assert "another team's" in queue.job(job_id).reason
     assert not site.called("sbatch")
@@ -806,8 +780,7 @@ def test_an_accelerator_is_one_word_of_slurms_options(runtime: Runtime, site: Si
 def test_the_next_leader_knows_a_cancelled_slurm_job_as_the_jobs(
     queue: SlurmQueue, site: Site
 ) -> None:
-    job_id = queue.submit(4)
-    queue.run_once()
+    job_id = queue.start(4)
     queue.slurm(job_id, "PENDING", "Priority")
     queue.run_once(2)
     queue.slurm(job_id, "CANCELLED")
@@ -992,9 +965,7 @@ def test_a_group_that_was_applied_in_part_is_completed(cluster: Cluster) -> None
     assert cluster.called("apply") == 2
 
 
-def test_a_used_quota_of_a_namespace_passes_and_another_refusal_does_not(
-    cluster: Cluster,
-) -> None:
+def test_a_used_quota_of_a_namespace_passes_and_another_refusal_does_not(cluster: Cluster) -> None:
     asked = request(cluster.runtime, resources={"ranks": 4})
     said = 'pods "x" is forbidden: exceeded quota: gpus, requested: 8, used: 8, limited: 8'
     refusing = KUBECTL.replace(

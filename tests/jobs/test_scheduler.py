@@ -110,15 +110,10 @@ class Flows:
 def worker(name: str, gpus: int = 0, kind: str = "NVIDIA A100", **labels: str) -> Worker:
     cards = (Accelerator(kind=kind, count=gpus, memory_bytes=80 << 30),) if gpus else ()
     return Worker(
-        worker_id=name,
-        hostname=name,
-        labels=Labels(rack=labels.pop("rack", "r1"), others=labels),
-        address=f"{name}:1",
-        available_storage=1,
-        link_mbit=1000,
-        incarnation=1,
+        worker_id=name, hostname=name, labels=Labels(rack=labels.pop("rack", "r1"), others=labels),
+        address=f"{name}:1", available_storage=1, link_mbit=1000, incarnation=1,
         inventory=Inventory(cores=8, memory_bytes=1, shared_memory_bytes=1, accelerators=cards),
-    )
+    )  # fmt: skip
 
 
 class Queue:
@@ -158,6 +153,12 @@ class Queue:
         )
         return self.add(spec).job_id
 
+    def start(self, ranks: int = 2, **more: Any) -> str:
+        """Submit a job, and run a round."""
+        job_id = self.submit(ranks, **more)
+        self.run_once()
+        return job_id
+
     def add(self, spec: SubmitJob, **more: Any) -> TrainingJob:
         run_id = new_run_id()
         self.now += 0.001
@@ -173,6 +174,11 @@ class Queue:
                 **more,
             )
         )
+
+    def adopt(self, **more: Any) -> str:
+        """A person has started a training outside of the queue."""
+        spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
+        return self.add(spec, adopted=True, flow_run_id="by-hand", attempt=1, **more).job_id
 
     def run_once(self, rounds: int = 1, seconds: float = 1.0) -> None:
         for _ in range(rounds):
@@ -211,8 +217,7 @@ def queue() -> Queue:
 
 
 def test_a_job_goes_through_its_states_and_its_flow_gets_its_id(queue: Queue) -> None:
-    job_id = queue.submit(2)
-    queue.run_once()
+    job_id = queue.start(2)
     assert queue.state(job_id) is S.STARTING
     given = queue.flows.given[queue.flow_of(job_id)]
     assert given["job_id"] == job_id
@@ -245,9 +250,7 @@ def twins(queue: Queue, *of_each: dict[str, Any]) -> list[str]:
     return [queue.add(SubmitJob.model_validate(spec | each)).job_id for each in of_each]
 
 
-def test_of_identical_jobs_the_one_of_higher_priority_begins_first(
-    queue: Queue,
-) -> None:
+def test_of_identical_jobs_the_one_of_higher_priority_begins_first(queue: Queue) -> None:
     first, second = twins(queue, {}, {"team": "b", "priority": 9})
     queue.run_once(2)
     # They would write the same checkpoints.
@@ -270,16 +273,12 @@ SAME: dict[str, dict[str, Any]] = {
     "snapshot's URL": {"data_snapshot": f"{SNAPSHOT}/"},
 }
 OTHER: dict[str, dict[str, Any]] = {
-    "seed": {"seed": 1},
-    "learning rate": {"parameters": {"training.learning_rate": 0.5}},
+    "seed": {"seed": 1}, "learning rate": {"parameters": {"training.learning_rate": 0.5}},
     "hook": {"parameters": {"training.mesh.hook": "bf16"}},
-    "batching": {"parameters": {"data.batching": "packed"}},
-    "labels": {"labels": "shuffled"},
-    "purpose": {"purpose": "speech"},
-    "code": {"code_ref": "task:make"},
-    "optimiser": {"optimizer_ref": "task:lion"},
-    "continued": {"continue_from": "job-0123456789ab"},
-}
+    "batching": {"parameters": {"data.batching": "packed"}}, "labels": {"labels": "shuffled"},
+    "purpose": {"purpose": "speech"}, "code": {"code_ref": "task:make"},
+    "optimiser": {"optimizer_ref": "task:lion"}, "continued": {"continue_from": "job-0123456789ab"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("given", SAME.values(), ids=SAME)
@@ -322,8 +321,7 @@ def test_an_identical_job_starts_where_the_one_before_it_cannot(blocked_by: str)
 def test_a_lost_flow_is_started_again_and_a_job_that_never_works_fails(
     queue: Queue, ending: str
 ) -> None:
-    job_id = queue.submit(2)
-    queue.run_once()
+    job_id = queue.start(2)
     seen = set()
     for _ in range(3):
         seen.add(queue.flow_of(job_id))
@@ -339,8 +337,7 @@ def test_a_lost_flow_is_started_again_and_a_job_that_never_works_fails(
 
 
 def test_a_permanent_failure_is_not_tried_again(queue: Queue) -> None:
-    job_id = queue.submit(2)
-    queue.run_once()
+    job_id = queue.start(2)
     queue.ends(job_id, "FAILED", "Flow run encountered an exception: InvalidInput: no such column")
     queue.run_once(3)
     assert queue.state(job_id) is S.FAILED
@@ -348,8 +345,7 @@ def test_a_permanent_failure_is_not_tried_again(queue: Queue) -> None:
 
 
 def test_a_flow_that_falls_silent_is_lost_though_prefect_says_running(queue: Queue) -> None:
-    job_id = queue.submit(2)
-    queue.run_once()
+    job_id = queue.start(2)
     before = queue.flow_of(job_id)
     queue.flows.runs[before] = "RUNNING"
     queue.report(job_id, step=5, steps=10)
@@ -366,8 +362,7 @@ def test_a_flow_that_falls_silent_is_lost_though_prefect_says_running(queue: Que
 def test_a_flow_that_is_lost_before_its_first_report_frees_its_nodes(
     queue: Queue, state: str, wanted: str
 ) -> None:
-    job_id = queue.submit(4)
-    queue.run_once()
+    job_id = queue.start(4)
     first = queue.flow_of(job_id)
     queue.run_once(2, seconds=100)  # no Prefect worker takes it: it is not lost yet
     assert (queue.flow_of(job_id), queue.state(job_id)) == (first, S.STARTING)
@@ -433,8 +428,7 @@ def test_a_flow_made_while_its_job_is_paused_or_cancelled_is_ended(
 
 
 def test_a_job_of_many_losses_goes_on_while_it_saves_checkpoints(queue: Queue) -> None:
-    job_id = queue.submit(2)
-    queue.run_once()
+    job_id = queue.start(2)
     for lost in range(1, 8):
         saved = JobCheckpoint(step=lost, object_ref=f"s3://b/c/{lost}", created_at=queue.now)
         queue.report(job_id, step=lost, steps=99, checkpoints=(saved,))
@@ -455,13 +449,11 @@ def test_a_job_of_many_losses_goes_on_while_it_saves_checkpoints(queue: Queue) -
 
 
 def test_a_job_whose_flow_no_worker_takes_gives_its_nodes_to_others(queue: Queue) -> None:
-    job_id = queue.submit(4, priority=9)
-    queue.run_once()
+    job_id = queue.start(4, priority=9)
     first = queue.flow_of(job_id)
     queue.run_once(7, seconds=100)
     assert queue.flow_of(job_id) == first
-    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
-    other = queue.add(spec, adopted=True, flow_run_id="by-hand", attempt=1).job_id
+    other = queue.adopt()
     queue.run_once()
     job = queue.job(job_id)
     assert (job.state, job.losses, job.placement) == (S.RECOVERING, 0, None)
@@ -482,8 +474,7 @@ def test_a_job_whose_flow_no_worker_takes_gives_its_nodes_to_others(queue: Queue
 def test_a_flow_that_no_worker_took_is_ended_also_where_prefect_was_busy(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job_id = queue.submit(4)
-    queue.run_once()
+    job_id = queue.start(4)
     flow, cancel, calls = queue.flow_of(job_id), queue.flows.cancel, []
 
     def busy_once(flow_run_id: str) -> None:
@@ -500,8 +491,7 @@ def test_a_flow_that_no_worker_took_is_ended_also_where_prefect_was_busy(
 
 
 def test_a_person_need_not_wait_for_a_job_that_no_worker_took(queue: Queue) -> None:
-    job_id = queue.submit(4)
-    queue.run_once()
+    job_id = queue.start(4)
     queue.run_once(8, seconds=100)
     assert queue.state(job_id) is S.RECOVERING
     queue.ask(job_id, "run", S.PAUSED)
@@ -528,8 +518,7 @@ def test_a_job_that_prefect_cannot_start_is_preempted(queue: Queue) -> None:
 
 def test_of_two_victims_the_one_that_has_not_begun_is_taken() -> None:
     queue = Queue(worker("node-0"), worker("node-1"))
-    begun = queue.submit(1)
-    queue.run_once()
+    begun = queue.start(1)
     queue.report(begun, step=1, steps=100)
     queue.flows.away = True
     waits = queue.submit(1)
@@ -544,8 +533,7 @@ def test_of_two_victims_the_one_that_has_not_begun_is_taken() -> None:
 
 
 def test_while_prefect_is_away_no_flow_that_starts_is_lost(queue: Queue) -> None:
-    job_id = queue.submit(1)
-    queue.run_once()
+    job_id = queue.start(1)
     queue.flows.runs[queue.flow_of(job_id)] = "PENDING"
     queue.run_once(2)
     queue.flows.away = True
@@ -557,8 +545,7 @@ def test_while_prefect_is_away_no_flow_that_starts_is_lost(queue: Queue) -> None
 
 @pytest.mark.parametrize("then", ["RUNNING", "deleted"])
 def test_time_in_one_state_does_not_count_for_the_next(queue: Queue, then: str) -> None:
-    job_id = queue.submit(1)
-    queue.run_once()
+    job_id = queue.start(1)
     flow = queue.flow_of(job_id)
     queue.flows.runs[flow] = "PENDING"  # a Prefect worker pulls an image
     queue.run_once(3, seconds=350)
@@ -597,8 +584,7 @@ def test_prefect_does_not_show_a_dead_flow_as_cancelling_for_ever(
 
 
 def test_a_flow_lost_while_prefect_was_away_is_cancelled_afterwards(queue: Queue) -> None:
-    job_id = queue.submit(2)
-    queue.run_once()
+    job_id = queue.start(2)
     lost = queue.flow_of(job_id)
     queue.flows.runs[lost] = "RUNNING"
     queue.report(job_id, step=5, steps=10)
@@ -612,8 +598,7 @@ def test_a_flow_lost_while_prefect_was_away_is_cancelled_afterwards(queue: Queue
 
 
 def test_a_new_leader_waits_for_reports_before_it_takes_a_flow_for_lost(queue: Queue) -> None:
-    job_id = queue.submit(2)
-    queue.run_once()
+    job_id = queue.start(2)
     queue.flows.runs[queue.flow_of(job_id)] = "RUNNING"
     queue.report(job_id, step=5, steps=10)
     queue.run_once()
@@ -625,8 +610,7 @@ def test_a_new_leader_waits_for_reports_before_it_takes_a_flow_for_lost(queue: Q
 
 
 def test_a_new_leader_knows_how_a_flow_ended(queue: Queue) -> None:
-    job_id = queue.submit(2)
-    queue.run_once()
+    job_id = queue.start(2)
     digest = "a" * 64
     queue.report(
         job_id, step=9, steps=9, outcome="succeeded", review="2 shards", report_digest=digest
@@ -640,8 +624,7 @@ def test_a_new_leader_knows_how_a_flow_ended(queue: Queue) -> None:
 
 
 def test_a_leader_that_leads_again_reads_what_was_stored_meanwhile(queue: Queue) -> None:
-    job_id = queue.submit(2)
-    queue.run_once()
+    job_id = queue.start(2)
     queue.report(job_id, step=3, steps=9)
     before = queue.table
     queue.lead()
@@ -676,8 +659,7 @@ def test_the_flow_gets_whether_its_job_is_judged(queue: Queue) -> None:
 
 
 def test_pause_saves_the_job_and_resume_goes_on_on_any_nodes(queue: Queue) -> None:
-    job_id = queue.submit(4)
-    queue.run_once()
+    job_id = queue.start(4)
     queue.ask(job_id, "pause", S.PAUSING)
     queue.run_once()
     assert queue.flows.runs[queue.flow_of(job_id)] == "CANCELLING"
@@ -697,8 +679,7 @@ def test_pause_saves_the_job_and_resume_goes_on_on_any_nodes(queue: Queue) -> No
 
 
 def test_checkpoints_of_an_earlier_run_stay_until_the_next_saves_its_own(queue: Queue) -> None:
-    job_id = queue.submit(2)
-    queue.run_once()
+    job_id = queue.start(2)
     first = JobCheckpoint(step=40, object_ref="s3://b/c/40", created_at=queue.now)
     queue.report(job_id, step=40, steps=100, checkpoints=(first,))
     queue.run_once()
@@ -746,8 +727,7 @@ def test_a_preemption_counts_work_since_the_checkpoint_or_the_begin() -> None:
 
 
 def test_a_job_that_finishes_while_it_is_asked_to_pause_has_succeeded(queue: Queue) -> None:
-    job_id = queue.submit(2)
-    queue.run_once()
+    job_id = queue.start(2)
     queue.ask(job_id, "pause", S.PAUSING)
     queue.ends(job_id, "COMPLETED")
     queue.run_once()
@@ -772,8 +752,7 @@ def test_a_higher_priority_preempts_and_the_victim_comes_back_by_itself(queue: Q
 
 
 def test_a_cancel_in_prefects_page_cancels_the_job(queue: Queue) -> None:
-    job_id = queue.submit(2)
-    queue.run_once()
+    job_id = queue.start(2)
     queue.flows.runs[queue.flow_of(job_id)] = "CANCELLING"
     queue.run_once()
     assert queue.state(job_id) is S.CANCELLING
@@ -783,8 +762,7 @@ def test_a_cancel_in_prefects_page_cancels_the_job(queue: Queue) -> None:
 
 
 def test_bad_data_needs_a_review(queue: Queue) -> None:
-    job_id = queue.submit(2)
-    queue.run_once()
+    job_id = queue.start(2)
     queue.report(job_id, step=9, steps=9, outcome="succeeded", review="passed over: 2 shards")
     queue.run_once()
     assert queue.state(job_id) is S.NEEDS_REVIEW
@@ -795,20 +773,16 @@ def test_bad_data_needs_a_review(queue: Queue) -> None:
 
 def test_parameters_that_prefect_refuses_fail_the_job_and_free_its_nodes(queue: Queue) -> None:
     queue.flows.refuses = True
-    job_id = queue.submit(4)
-    queue.run_once()
+    job_id = queue.start(4)
     assert queue.state(job_id) is S.FAILED
     queue.flows.refuses = False
-    other = queue.submit(4)
-    queue.run_once()
+    other = queue.start(4)
     assert queue.state(other) is S.STARTING
 
 
 def test_an_adopted_flow_waits_its_turn_and_is_never_preempted(queue: Queue) -> None:
-    first = queue.submit(3)
-    queue.run_once()
-    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
-    mine = queue.add(spec, adopted=True, flow_run_id="by-hand", attempt=1).job_id
+    first = queue.start(3)
+    mine = queue.adopt()
     for _ in range(40):
         queue.report(mine)
         queue.run_once()
@@ -828,11 +802,8 @@ def test_an_adopted_flow_waits_its_turn_and_is_never_preempted(queue: Queue) -> 
     assert queue.state(mine) is S.SUCCEEDED
 
 
-def test_an_adopted_flow_that_can_wait_is_preempted_and_goes_on_in_place(
-    queue: Queue,
-) -> None:
-    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
-    mine = queue.add(spec, adopted=True, yields=True, flow_run_id="by-hand", attempt=1).job_id
+def test_an_adopted_flow_that_can_wait_is_preempted_and_goes_on_in_place(queue: Queue) -> None:
+    mine = queue.adopt(yields=True)
     queue.run_once()
     queue.report(mine, step=30, steps=100, made_steps=30)
     queue.run_once(2)
@@ -875,8 +846,7 @@ def test_an_adopted_flow_that_can_wait_is_preempted_and_goes_on_in_place(
 def test_an_adopted_flow_that_ends_while_it_yields_is_not_started_again(
     queue: Queue, report: dict[str, Any]
 ) -> None:
-    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
-    mine = queue.add(spec, adopted=True, yields=True, flow_run_id="by-hand", attempt=1).job_id
+    mine = queue.adopt(yields=True)
     queue.run_once()
     queue.report(mine, step=30)
     queue.run_once(2)
@@ -893,8 +863,7 @@ def test_an_adopted_flow_that_dies_while_paused_fails_with_what_to_do(
 ) -> None:
     queue.submit(4)
     queue.run_once()
-    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
-    mine = queue.add(spec, adopted=True, flow_run_id="by-hand", attempt=1).job_id
+    mine = queue.adopt()
     queue.report(mine, waits=True)
     queue.table.change(
         mine, lambda job: with_state(job, S.PAUSED, queue.now, "pause requested by ada")
@@ -920,8 +889,7 @@ def test_an_adopted_flow_that_completes_as_it_waits_ends_its_job(
 ) -> None:
     queue.submit(4)
     queue.run_once()
-    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
-    mine = queue.add(spec, adopted=True, flow_run_id="by-hand", attempt=1).job_id
+    mine = queue.adopt()
     queue.report(mine, waits=True)
     if before is S.PAUSED:
         queue.ask(mine, "run", S.PAUSED)
@@ -934,8 +902,7 @@ def test_an_adopted_flow_that_completes_as_it_waits_ends_its_job(
 def test_an_adopted_flow_that_dies_while_it_waits_gives_its_place_up(queue: Queue) -> None:
     queue.submit(4)
     queue.run_once()
-    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
-    mine = queue.add(spec, adopted=True, flow_run_id="by-hand", attempt=1).job_id
+    mine = queue.adopt()
     queue.report(mine)
     queue.run_once(3, seconds=15)
     assert queue.state(mine) is S.FAILED
@@ -943,8 +910,7 @@ def test_an_adopted_flow_that_dies_while_it_waits_gives_its_place_up(queue: Queu
 
 
 def test_a_report_of_an_earlier_flow_run_is_left_out(queue: Queue) -> None:
-    job_id = queue.submit(2)
-    queue.run_once()
+    job_id = queue.start(2)
     queue.table.report(job_id, JobReport(at=queue.now, flow_run_id="older", outcome="failed"))
     queue.run_once()
     assert queue.state(job_id) is S.STARTING
@@ -987,16 +953,6 @@ def test_of_a_host_with_cards_of_two_kinds_the_most_alike_are_slots() -> None:
     assert (host.kind, host.slots) == ("NVIDIA H100", 5)
 
 
-def test_a_team_over_its_quota_waits() -> None:
-    profile = load_profile("ci", {"jobs.quotas.nlp.slots": "2", "jobs.quotas.nlp.borrow": "0"})
-    queue = Queue(*(worker(f"node-{each}") for each in range(4)), profile=profile)
-    first, second = queue.submit(2, team="nlp"), queue.submit(1, team="nlp")
-    queue.run_once(2)
-    assert queue.state(first) is S.STARTING
-    assert queue.state(second) is S.QUEUED
-    assert "quota" in queue.job(second).reason
-
-
 @pytest.mark.parametrize("state", list(S))
 def test_changes_that_may_not_follow_are_refused(queue: Queue, state: JobState) -> None:
     job = queue.job(queue.submit(2)).model_copy(update={"state": state})
@@ -1022,8 +978,7 @@ def test_a_key_that_belongs_to_another_submission_is_refused(queue: Queue) -> No
 
 def test_a_job_whose_settings_the_profile_no_longer_takes_stops_no_other(queue: Queue) -> None:
     """The profile may have changed since the job was submitted, and refuses it then."""
-    running = queue.submit(2)
-    queue.run_once()
+    running = queue.start(2)
     stale = {"parameters": {"training.of_an_older_release": 1}}
     queue.table.change(
         running, lambda job: job.model_copy(update={"spec": job.spec.model_copy(update=stale)})
@@ -1050,8 +1005,7 @@ def test_what_goes_wrong_with_one_job_stops_no_other(
 
     monkeypatch.setattr(queue.scheduler, "_follow_one", follow)
     queue.report(other, step=1, steps=9)
-    last = queue.submit(1)
-    queue.run_once()
+    last = queue.start(1)
     assert [queue.state(each) for each in (other, last)] == [S.RUNNING, S.STARTING]
 
 
@@ -1072,8 +1026,7 @@ def test_of_jobs_that_have_ended_the_newest_are_kept(
 
 def test_a_job_resumes_on_the_kind_that_it_began_on() -> None:
     queue = Queue(worker("a-0", 8), worker("h-0", 8, "NVIDIA H100"))
-    job_id = queue.submit(8, parameters={"training.ranks_per_node": 0})
-    queue.run_once()
+    job_id = queue.start(8, parameters={"training.ranks_per_node": 0})
     (kind,) = queue.job(job_id).usage[-1].accelerators
     queue.ask(job_id, "pause", S.PAUSING)
     saved = JobCheckpoint(step=5, object_ref="s3://b/c/5", created_at=queue.now)
@@ -1090,8 +1043,7 @@ def test_a_job_resumes_on_the_kind_that_it_began_on() -> None:
 
 def test_a_job_without_a_checkpoint_resumes_on_any_kind() -> None:
     queue = Queue(worker("a-0", 8))
-    job_id = queue.submit(8, parameters={"training.ranks_per_node": 0})
-    queue.run_once()
+    job_id = queue.start(8, parameters={"training.ranks_per_node": 0})
     queue.report(job_id, step=5, steps=9)
     queue.run_once()
     queue.ask(job_id, "pause", S.PAUSING)

@@ -68,8 +68,7 @@ def test_slots_of_spot_nodes_are_counted_apart() -> None:
 
 
 def test_waits_starts_and_what_is_held(queue: Queue) -> None:
-    first = queue.submit(3, team="nlp")
-    queue.run_once()
+    first = queue.start(3, team="nlp")
     second = queue.submit(4, team="vision", priority=-5)
     for _ in range(59):
         queue.report(first)
@@ -97,8 +96,7 @@ def test_waits_starts_and_what_is_held(queue: Queue) -> None:
 
 
 def test_losses_by_cause_and_the_work_that_went_with_them(queue: Queue) -> None:
-    job_id = queue.submit(2, team="nlp")
-    queue.run_once()
+    job_id = queue.start(2, team="nlp")
     saved = JobCheckpoint(step=1, object_ref="s3://b/c", created_at=queue.now)
     for useful in (10.0, 40.0):
         queue.now += 30
@@ -109,8 +107,7 @@ def test_losses_by_cause_and_the_work_that_went_with_them(queue: Queue) -> None:
     queue.run_once()
     queue.ends(job_id, "FAILED", "exception: ServiceUnavailable: the store does not answer")
     queue.run_once()
-    high = queue.submit(4, team="vision", priority=9)
-    queue.run_once()
+    high = queue.start(4, team="vision", priority=9)
     queue.ends(job_id, "CANCELLED")
     queue.run_once()
     found = metrics_of(queue)
@@ -156,8 +153,7 @@ def test_series_stay_few_and_counts_stay_when_jobs_are_deleted(
 
 
 def test_a_new_leader_counts_from_its_own_beginning(queue: Queue) -> None:
-    job_id = queue.submit(4, team="nlp")
-    queue.run_once()
+    job_id = queue.start(4, team="nlp")
     queue.now += 1000
     queue.lead()
     queue.now += 10
@@ -168,8 +164,7 @@ def test_a_new_leader_counts_from_its_own_beginning(queue: Queue) -> None:
 
 
 def test_failures_of_gangs_by_host(queue: Queue) -> None:
-    job_id = queue.submit(2)
-    queue.run_once()
+    job_id = queue.start(2)
     for times in (1, 3):  # each report has all of its flow run
         queue.report(job_id, failures={"node-1": {"lost": times, "hung": 1}})
     found = metrics_of(queue)

@@ -63,8 +63,7 @@ def test_between_hosts_each_rank_sends_its_part_over_its_own_link() -> None:
 
 
 @pytest.mark.parametrize(
-    ("axis", "inside", "hosts"),
-    [("tp", 4, 1), ("shard", 2, 1), ("dp", 1, 8), ("pp", 1, 2)],
+    ("axis", "inside", "hosts"), [("tp", 4, 1), ("shard", 2, 1), ("dp", 1, 8), ("pp", 1, 2)]
 )
 def test_the_innermost_axes_share_a_host(axis: str, inside: int, hosts: int) -> None:
     group = RankGroup.along(axis, MeshSpec(dp=8, shard=2, tp=4, pp=2), PLAIN)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
 import subprocess
 import sys
@@ -20,9 +19,8 @@ from paceline.tasks._support.figures import record_result
 from tests.jobs.test_cost import result
 from tests.registry.test_finding import JOB
 from tests.support.command import Ended, paceline
-from tests.support.mlflow_server import running_mlflow
 
-pytestmark = pytest.mark.xdist_group("mlflow")
+pytestmark = pytest.mark.xdist_group("prefect")  # one server
 PAGE = (Path(__file__).parents[2] / "docs/how-to/see-what-training-costs.md").read_text()
 PAID = 8 * 2.5 + 8 * 0.3 + 2 * 0.09 + 0.06 / 730.5  # machines, energy, 2 GB read, 3 GB for 1 h
 NEW, OLD, RUNS = (f"run-20260301-000000-{each * 6}" for each in "abc")
@@ -41,32 +39,31 @@ def priced(tmp_path_factory: pytest.TempPathFactory) -> PriceSettings:
 
 
 @pytest.fixture(scope="module")
-def state(priced: PriceSettings, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def state(priced: PriceSettings, mlflow_url: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An installation with a training, one of an older version, one that runs, and another run."""
     directory = tmp_path_factory.mktemp("installation")
-    with running_mlflow(tmp_path_factory.mktemp("mlflow")) as url:
-        registry = Registry(url)
-        for run_id in (NEW, OLD, RUNS):
-            job = JOB.model_copy(update={"job_id": f"job-{run_id[-1]}", "run_id": run_id})
-            run = registry.ensure_run(run_id, experiment="costs")
-            registry.log_params(run, lineage.training_params(job))
-            registry.log_tags(run, {lineage.TAG_JOB: job.job_id})
-            if run_id == NEW:
-                record_result(registry, run, result(job_id=job.job_id, read_bytes=10**9), priced)
-                registry.log_metrics(run, [lineage.MetricPoint("relay/origin_bytes", 1e9)])
-            elif run_id == OLD:
-                record_result(registry, run, result(
-                    job_id=job.job_id, accelerators={}, tokens_per_step=None, epoch_tokens=None,
-                    checkpoints=(), restarts=(), ledger=None,
-                ), priced)  # fmt: skip
-        registry.ensure_run("run-20260301-000000-dddddd", experiment="costs")
-        again = registry.ensure_run("run-20260302-000000-eeeeee", experiment="costs")
-        registry.log_tags(again, {lineage.TAG_JOB: "job-a"})  # found the same result in the store
-        record_result(registry, again, result(job_id="job-a"), priced)
-        profile = load_profile("embedded").model_copy(update={"prices": priced})
-        save_runtime(Runtime(profile=profile, state_dir=directory,
-                             endpoints=Endpoints(mlflow_url=url), secrets=Secrets()))  # fmt: skip
-        yield directory
+    registry = Registry(mlflow_url)
+    for run_id in (NEW, OLD, RUNS):
+        job = JOB.model_copy(update={"job_id": f"job-{run_id[-1]}", "run_id": run_id})
+        run = registry.ensure_run(run_id, experiment="costs")
+        registry.log_params(run, lineage.training_params(job))
+        registry.log_tags(run, {lineage.TAG_JOB: job.job_id})
+        if run_id == NEW:
+            record_result(registry, run, result(job_id=job.job_id, read_bytes=10**9), priced)
+            registry.log_metrics(run, [lineage.MetricPoint("relay/origin_bytes", 1e9)])
+        elif run_id == OLD:
+            record_result(registry, run, result(
+                job_id=job.job_id, accelerators={}, tokens_per_step=None, epoch_tokens=None,
+                checkpoints=(), restarts=(), ledger=None,
+            ), priced)  # fmt: skip
+    registry.ensure_run("run-20260301-000000-dddddd", experiment="costs")
+    again = registry.ensure_run("run-20260302-000000-eeeeee", experiment="costs")
+    registry.log_tags(again, {lineage.TAG_JOB: "job-a"})  # found the same result in the store
+    record_result(registry, again, result(job_id="job-a"), priced)
+    profile = load_profile("embedded").model_copy(update={"prices": priced})
+    known = Endpoints(mlflow_url=mlflow_url)
+    save_runtime(Runtime(profile=profile, state_dir=directory, endpoints=known, secrets=Secrets()))
+    return directory
 
 
 def asked(state: Path, *words: str | Path) -> dict[str, Any]:
@@ -151,7 +148,9 @@ def test_an_estimate_is_like_the_run_or_of_what_was_given(state: Path, tmp_path:
     assert "nothing to base" in paceline("cost", "--steps", "10", *nowhere).stderr
 
 
-def test_what_the_page_shows_runs(state: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_the_page_shows_runs(
+    state: Path, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     for block in blocks("sh"):
         for line in block.replace("RUN", NEW).splitlines():
@@ -160,22 +159,22 @@ def test_what_the_page_shows_runs(state: Path, tmp_path: Path, monkeypatch: Any)
             assert done.stdout
     assert (tmp_path / "costs.csv").exists()
     (program,) = blocks("python")
-    given = os.environ | {"PACELINE_STATE": str(state)}
-    ran = subprocess.run([sys.executable, "-c", program], env=given, capture_output=True, text=True,
-                         timeout=60, check=False)  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    assert "bytelm" in ran.stdout
-    assert "22.58" in ran.stdout
+    monkeypatch.setenv("PACELINE_STATE", str(state))
+    exec(program, {})
+    shown = capsys.readouterr().out
+    assert "bytelm" in shown
+    assert "22.58" in shown
 
 
 def test_the_base_install_shows_costs_and_names_the_extra_of_the_table(state: Path) -> None:
-    calls = json.dumps([["cost", "--json", "--state", str(state)]])
-    argv = [sys.executable, "-m", "tests.support.base_install"]
-    done = subprocess.run([*argv, calls], capture_output=True, text=True, timeout=60, check=False)
+    program = (
+        "import json, sys, paceline; from tests.support.base_install import command;"
+        "print(json.dumps(command(['cost', '--json', '--state', sys.argv[3]])), flush=True);"
+        "paceline.cost(sys.argv[3])"
+    )
+    argv = [sys.executable, "-m", "tests.support.base_install", "-c", program, str(state)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     code, out, err = json.loads(done.stdout)
     assert code == 0, err
     assert len(json.loads(out)["trainings"]) == 2
-    table = f"import paceline; paceline.cost({str(state)!r})"
-    lacking = subprocess.run([*argv, "-c", table], capture_output=True, text=True, timeout=60,
-                             check=False)  # fmt: skip
-    assert "paceline-*.whl)[flows]" in lacking.stderr
+    assert "paceline-*.whl)[flows]" in done.stderr, "for the table"

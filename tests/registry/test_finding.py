@@ -3,58 +3,31 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from paceline.cli.training import recorded_run
-from paceline.config import (
-    Endpoints,
-    Profile,
-    Runtime,
-    Secrets,
-    TrainingSettings,
-    save_runtime,
-)
+from paceline.config import Endpoints, Profile, Runtime, Secrets, TrainingSettings, save_runtime
 from paceline.errors import NotFound
 from paceline.registry import MetricPoint, Registry, lineage
 from paceline.schemas import TrainJob, TrainResult
+from tests.support.command import Ended, paceline
 
-pytestmark = pytest.mark.xdist_group("mlflow")  # one server
+pytestmark = pytest.mark.xdist_group("prefect")  # one server
 DIGEST = "0" * 64
 JOB = TrainJob(
-    job_id="job-1",
-    run_id="run-20260101-000000-eeeeee",
-    state_dir="/state",
-    model_id="bytelm",
-    version="v1",
-    manifest_digest=DIGEST,
-    snapshot_url="s3://b/data",
-    snapshot_digest=DIGEST,
-    purpose="tests",
-    checkpoint_url="s3://b/checkpoints",
-    settings=TrainingSettings(steps=2),
-)
+    job_id="job-1", run_id="run-20260101-000000-eeeeee", state_dir="/state", model_id="bytelm",
+    version="v1", manifest_digest=DIGEST, snapshot_url="s3://b/data", snapshot_digest=DIGEST,
+    purpose="tests", checkpoint_url="s3://b/checkpoints", settings=TrainingSettings(steps=2),
+)  # fmt: skip
 RESULT = TrainResult(
-    job_id="job-1",
-    steps=2,
-    resumed_from_step=0,
-    first_loss=5.5,
-    final_loss=2.75,
-    tokens_per_second=1.0,
-    data_wait_share=0.0,
-    checkpoint_stall_share=0.0,
-    export_url="s3://b/export",
-    weights_digest=DIGEST,
-    checkpoints=(),
-    restarts=(),
-    seconds=1.0,
-    config_digest=DIGEST,
-    environment={"torch": "2.13.0"},
-)
+    job_id="job-1", steps=2, resumed_from_step=0, first_loss=5.5, final_loss=2.75,
+    tokens_per_second=1.0, data_wait_share=0.0, checkpoint_stall_share=0.0,
+    export_url="s3://b/export", weights_digest=DIGEST, checkpoints=(), restarts=(), seconds=1.0,
+    config_digest=DIGEST, environment={"torch": "2.13.0"},
+)  # fmt: skip
 
 
 def test_an_unknown_run_is_not_found_and_not_made(registry: Registry) -> None:
@@ -98,17 +71,8 @@ def test_a_runs_training_is_found_whole_and_an_unfinished_one_is_refused(
         recorded_run(runtime, "run-20260101-000000-ffffff")
 
 
-WHERE = (
-    "import sys\n"
-    "from paceline.cli import run\n"
-    "sys.argv = ['paceline', *sys.argv[1:]]\n"
-    "try:\n    run()\n"
-    "finally:\n    print('imported', *({'prefect', 'mlflow', 'torch'} & {*sys.modules}))\n"
-)
-
-
 def test_where_finds_a_run_by_its_beginning_without_importing_mlflow(
-    registry: Registry, tmp_path: Path
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = ("run-20260102-000000-aaaaaa", "run-20260102-000000-aabbbb", "run-20260103-000000-cccccc")
     made = [registry.ensure_run(each, experiment="finding") for each in ids]
@@ -118,23 +82,23 @@ def test_where_finds_a_run_by_its_beginning_without_importing_mlflow(
     )
     save_runtime(Runtime(profile=Profile(), state_dir=tmp_path, endpoints=endpoints,
                          secrets=Secrets()))  # fmt: skip
+    for module in ("prefect", "mlflow", "torch"):
+        monkeypatch.setitem(sys.modules, module, None)  # an import of it fails
 
-    def typed(*words: str) -> tuple[int, dict[str, Any], str]:
-        argv = [sys.executable, "-c", WHERE, *words, "--json", "--state", str(tmp_path)]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-        answer, imported = done.stdout.splitlines()
-        assert imported == "imported", imported
-        return done.returncode, json.loads(answer), done.stderr
+    def typed(*words: str) -> Ended:
+        return paceline(*words, "--json", "--state", tmp_path)
 
-    code, found, _ = typed("where", "run-20260103")
-    assert (code, found["status"], found["run"]) == (0, "complete", ids[2])
+    done = typed("where", "run-20260103")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["status"], found["run"]) == ("complete", ids[2])
     assert found["mlflow"].endswith(f"/runs/{made[2]}")
     assert found["prefect"] == away
-    code, _, said = typed("where", "run-20260102-000000-aa")
-    assert code == 2
-    assert ids[0] in said
-    assert ids[1] in said
-    assert "no such run" in typed("where", "run-20260104-000000-dddddd")[2]
-    assert "not a run id" in typed("where", "run-'x")[2]
-    assert "no version of this model" in typed("model", "rollback", "no/such-model")[2]
-    assert "not a model's id" in typed("model", "rollback", "../x")[2]
+    done = typed("where", "run-20260102-000000-aa")
+    assert done.returncode == 2
+    assert ids[0] in done.stderr
+    assert ids[1] in done.stderr
+    assert "no such run" in typed("where", "run-20260104-000000-dddddd").stderr
+    assert "not a run id" in typed("where", "run-'x").stderr
+    assert "no version of this model" in typed("model", "rollback", "no/such-model").stderr
+    assert "not a model's id" in typed("model", "rollback", "../x").stderr

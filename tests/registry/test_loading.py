@@ -13,7 +13,7 @@ from paceline.registry import MLMODEL_FILE, Registry, mlmodel
 from tests.registry.bundles import make_evidence
 from tests.support.rclone import RcloneS3
 
-pytestmark = [pytest.mark.xdist_group("mlflow"), pytest.mark.timeout(240)]  # one server
+pytestmark = [pytest.mark.xdist_group("prefect"), pytest.mark.timeout(240)]  # one server
 _names = itertools.count(1)
 
 
@@ -25,13 +25,9 @@ def test_a_registered_version_loads_with_mlflow_from_its_place(
 
     model_id = f"acme/loaded-{next(_names)}"
     config = ModelConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-    )
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32,
+    )  # fmt: skip
     save_model(new_model(config, 0), config, tmp_path / "model")
     store = s3.store()
     store.ensure_bucket("loading")

@@ -17,7 +17,7 @@ from paceline.schemas import EvaluationReport, digest_of
 from tests.registry.bundles import digest, make_evidence
 from tests.registry.test_finding import JOB
 
-pytestmark = pytest.mark.xdist_group("mlflow")  # one server
+pytestmark = pytest.mark.xdist_group("prefect")  # one server
 QUICK = {"timeout_s": 2, "retries": 0}
 
 

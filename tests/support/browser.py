@@ -18,6 +18,7 @@ QUIET = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
     "--hide-scrollbars", "--window-size=1500,1050",
+    "--process-per-site", "--force-prefers-reduced-motion",  # each window and frame costs CPU time
 )  # fmt: skip
 
 WIDTHS = {"": 1280, "-phone": 390}  # suffix of a picture → CSS pixels

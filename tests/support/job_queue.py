@@ -7,14 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from paceline.config import (
-    Endpoints,
-    PriceSettings,
-    Profile,
-    Runtime,
-    Secrets,
-    load_profile,
-)
+from paceline.config import Endpoints, PriceSettings, Profile, Runtime, Secrets, load_profile
 from paceline.errors import Conflict, InvalidProfile
 from paceline.schemas import (
     JobReport,
@@ -50,7 +43,7 @@ def final_loss(given: dict[str, Any]) -> float:
 class Queue:
     """A client whose jobs make ``a_look`` steps whenever they are looked at."""
 
-    a_look = 80
+    a_look = STEPS // 2
 
     def __init__(self) -> None:
         self._runtime = Runtime(

@@ -1,7 +1,6 @@
 """A real MLflow server for tests: one process group on a free loopback port, SQLite, a directory.
 
-Use it as ``from tests.support.mlflow_server import mlflow_url  # noqa: F401`` in a conftest; take
-``running_mlflow(directory)`` where a test needs a server of its own.
+It is a fixture of every test; those that use it are of the group "prefect", so that one starts.
 """
 
 from __future__ import annotations
@@ -33,12 +32,19 @@ _SWITCHES = {
 }
 
 
-@contextlib.contextmanager
-def running_mlflow(directory: Path) -> Iterator[str]:
-    """Yield the URL of a fresh server that keeps everything below ``directory``.
+@pytest.fixture(scope="session")
+def mlflow_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return where the server keeps its database, mlflow.db, and artifacts."""
+    return tmp_path_factory.mktemp("mlflow")
+
+
+@pytest.fixture(scope="session")
+def mlflow_url(mlflow_directory: Path) -> Iterator[str]:
+    """Yield the URL of this session's MLflow server.
 
     As an installation does, it leaves out the command ``mlflow server``, whose imports cost 5 s.
     """
+    directory = mlflow_directory
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     log = directory / "mlflow.log"
@@ -67,13 +73,6 @@ def running_mlflow(directory: Path) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             os.killpg(server.pid, signal.SIGKILL)
             server.wait(10)
-
-
-@pytest.fixture(scope="session")
-def mlflow_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Yield the URL of this session's MLflow server."""
-    with running_mlflow(tmp_path_factory.mktemp("mlflow")) as url:
-        yield url
 
 
 def _wait(url: str, server: subprocess.Popen[bytes], log: Path) -> None:

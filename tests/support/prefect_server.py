@@ -1,6 +1,6 @@
-"""One Prefect server for the session, as the flows' own process sees it.
+"""One Prefect server for the session, as the flows' own process sees it: a fixture of every test.
 
-Use it as ``from tests.support.prefect_server import prefect_server  # noqa: F401`` in a conftest.
+Its tests are of the group "prefect", as those of MLflow's server: each starts once.
 """
 
 from __future__ import annotations

@@ -111,9 +111,7 @@ def test_published_tasks_are_read_before_a_node_is_busy(run: Run, tmp_path: Path
         judging.published_tasks(run)
 
 
-def test_a_base_without_a_working_chat_template_is_refused_at_once(
-    tmp_path: Path,
-) -> None:
+def test_a_base_without_a_working_chat_template_is_refused_at_once(tmp_path: Path) -> None:
     evaluation = EvaluationSettings(tasks="./tasks", tasks_as_chat=True)
     profile = load_profile("local", {}).model_copy(update={"evaluation": evaluation})
     run = cast(

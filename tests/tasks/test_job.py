@@ -42,16 +42,10 @@ class Coordinator:
     def __init__(self, flow_run_id: str, state: JobState = JobState.STARTING) -> None:
         self.reports: list[JobReport] = []
         self.job = TrainingJob(
-            job_id=JOB_ID,
-            submission_id="0" * 64,
-            spec=SPEC,
-            run_id=new_run_id(),
-            state=state,
-            created_at=1.0,
-            updated_at=1.0,
-            flow_run_id=flow_run_id,
+            job_id=JOB_ID, submission_id="0" * 64, spec=SPEC, run_id=new_run_id(), state=state,
+            created_at=1.0, updated_at=1.0, flow_run_id=flow_run_id,
             placement=JobPlacement(hosts={"node-1": 1, "node-0": 1}, level="rack"),
-        )
+        )  # fmt: skip
 
     def report_job(self, job_id: str, report: JobReport) -> TrainingJob:
         assert job_id == JOB_ID

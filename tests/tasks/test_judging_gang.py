@@ -25,7 +25,7 @@ class Store(Bucket):
         return super().get_bytes(url, max_bytes)
 
 
-def node(name: str, *, gpus: int = 0, memory_bytes: int = 32 * GIB) -> Node:
+def node(name: str, gpus: int = 0, *, memory_bytes: int = 32 * GIB) -> Node:
     found = [Accelerator(kind="H100", count=gpus, memory_bytes=80 * GIB)] if gpus else []
     machine = Machine(
         version="1", extras=("train",), labels=Labels(host=name), cores=8,
@@ -37,11 +37,7 @@ def node(name: str, *, gpus: int = 0, memory_bytes: int = 32 * GIB) -> Node:
 NODES = [node("node-0"), node("node-1")]
 
 
-def run_with(
-    *,
-    dtype: str = "bfloat16",
-    **evaluation: Any,
-) -> Run:
+def run_with(*, dtype: str = "bfloat16", **evaluation: Any) -> Run:
     """A run whose bucket has the config of the base."""
     run = run_of(bucket := Store())
     profile = run.runtime.profile.model_copy(

@@ -104,10 +104,7 @@ def preload() -> None:
 
 @pytest.fixture(scope="module")
 def watched() -> Iterator[Watched]:
-    with (
-        mock.patch.object(scores, "JUDGING_RANK", f"{__name__}:main"),
-        LocalLauncher() as launcher,
-    ):
+    with mock.patch.object(scores, "JUDGING_RANK", f"{__name__}:main"), LocalLauncher() as launcher:
         yield Watched(launcher)
 
 
@@ -137,14 +134,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def spec_of(root: Path, *models: str, mesh: MeshSettings) -> EvaluationSpec:
     (record,) = (root / "data/snapshots").iterdir()
     return EvaluationSpec(
-        run_id="run-20261120-153600-9f3a1c",
-        state_dir=str(root),
-        snapshot_url=DiskStore.url_of(record),
-        snapshot_digest=record.name,
-        models={name: str(root / name) for name in models},
-        settings=SETTINGS,
-        scorer="paceline 1",
-    )
+        run_id="run-20261120-153600-9f3a1c", state_dir=str(root),
+        snapshot_url=DiskStore.url_of(record), snapshot_digest=record.name,
+        models={name: str(root / name) for name in models}, settings=SETTINGS, scorer="paceline 1",
+    )  # fmt: skip
 
 
 def gang_of(ranks: int, mesh: MeshSettings, restarts: int = 1) -> scores.Gang:
@@ -178,15 +171,10 @@ def report_of(root: Path, known: list[RecordedScore], *models: str) -> Evaluatio
         for each in documents(snapshot, "held-out", store, root / "cache", 64 * 6000)
     ]
     return score_models(
-        {name: root / name for name in models},
-        choose_prefixes(read, SETTINGS.held_out_bytes),
-        lambda: [read[0][1]],
-        SETTINGS,
-        snapshot_digest=snapshot.digest,
-        on_progress=lambda *_: None,
-        tokenizer=tokenizer_of(snapshot, store),
-        known=known,
-    )
+        {name: root / name for name in models}, choose_prefixes(read, SETTINGS.held_out_bytes),
+        lambda: [read[0][1]], SETTINGS, snapshot_digest=snapshot.digest,
+        on_progress=lambda *_: None, tokenizer=tokenizer_of(snapshot, store), known=known,
+    )  # fmt: skip
 
 
 MODELS = ("candidate", "base", "champion")

@@ -13,14 +13,7 @@ from paceline.config import Profile
 from paceline.errors import AccessDenied, GateRefused, NotFound
 from paceline.flows import promote as flow, publish as publish_flow, train as train_flow
 from paceline.jobs import with_state
-from paceline.schemas import (
-    JobReport,
-    JobState,
-    PurposeRule,
-    SubmitJob,
-    TrainingJob,
-    TrainResult,
-)
+from paceline.schemas import JobReport, JobState, PurposeRule, SubmitJob, TrainingJob, TrainResult
 from paceline.tasks import prepare
 from paceline.tasks._support import approval, sealed_records
 from paceline.tasks._support.run import Run

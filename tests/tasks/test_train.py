@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import Machine, Node
 from paceline.config import LoraSettings, TrainingSettings
 from paceline.errors import InvalidInput, MissingExtra, WorkerLost
-from paceline.schemas import Accelerator, JobPlacement, Labels, RankEvent
+from paceline.schemas import JobPlacement, RankEvent
 from paceline.tasks._support.figures import Figures
 from paceline.tasks.train import (
     _follow,
@@ -21,6 +20,7 @@ from paceline.tasks.train import (
     stragglers_of,
 )
 from paceline.training.launcher import NodePool
+from tests.tasks.test_judging_gang import node
 
 
 def step(**data: object) -> RankEvent:
@@ -49,15 +49,6 @@ def test_a_save_that_failed_is_told_once_for_the_whole_gang() -> None:
 def test_a_step_without_them_says_nothing() -> None:
     assert alerts_of(step(loss=2.0)) == checkpoint_alerts_of(step(loss=2.0)) == []
     assert stragglers_of(step(loss=2.0)) == {}
-
-
-def node(name: str, gpus: int = 0) -> Node:
-    found = [Accelerator(kind="H100", count=gpus, memory_bytes=80 * 2**30)] if gpus else []
-    machine = Machine(
-        version="1", extras=("train",), labels=Labels(host=name), cores=8, memory_bytes=2**35,
-        shared_memory_bytes=2**33, accelerators=tuple(found),
-    )  # fmt: skip
-    return Node(worker_id=name, address=f"tls://{name}:1", machine=machine)
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,7 @@ from tests.api.conftest import (
 from tests.support.browser import chromium, see
 from tests.support.stack import wait_until
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.xdist_group("browser"),
-    pytest.mark.timeout(180),
-]
+pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser"), pytest.mark.timeout(180)]
 
 
 def text(browser: Any, css: str) -> str:

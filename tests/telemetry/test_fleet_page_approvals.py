@@ -22,11 +22,7 @@ from tests.support.stack import wait_until
 from tests.telemetry.test_fleet_page import text
 from tests.telemetry.test_fleet_page_views import HOSTILE, confirm, fits, opened
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.xdist_group("browser"),
-    pytest.mark.timeout(240),
-]
+pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser"), pytest.mark.timeout(240)]
 WAITING = "//*[@id='approval']//h2/*[text()='waiting']"
 BUTTON = "//*[@id='approval']//button[text()='{}']"
 
@@ -102,15 +98,20 @@ def test_who_has_no_scope_looks_and_does_not_decide(served: Served) -> None:  # 
         assert not browser.find_elements("css selector", "main button.act")
 
 
-def test_what_another_person_decided_meanwhile_is_a_line_in_the_dialog(
+def test_what_changed_before_the_decision_is_shown_and_not_approved(
     served: Served,  # noqa: F811
 ) -> None:
-    run_id = wait_for_approval(served)
+    taken = wait_for_approval(served)
+    evidence = judged().model_copy(update={"job_id": "job-5"})
+    forged = evidence.model_copy(update={"job_id": "job-6"}).model_dump(mode="json")
+    untrusted = wait_for_approval(served, evidence)
+    url = f"{served.runtime.records_url}/evidence/{claim_digest(evidence)}.json"
+    Run(served.runtime, untrusted).store.put_bytes(url, json.dumps({"record": forged}).encode())
     carl = CoordinatorClient(served.url, token_of(served, "carl", "approve"))
-    digest = carl.approval(run_id).request.evidence_digest
-    with opened(served, f"approval={run_id}", token_of(served, "bob", "approve")) as browser:
+    digest = carl.approval(taken).request.evidence_digest
+    with opened(served, f"approval={taken}", token_of(served, "bob", "approve")) as browser:
         see(browser, BUTTON.format("Approve")).send_keys(Keys.ENTER)
-        carl.decide_promotion(run_id, DecidePromotion(evidence_digest=digest, approved=False))
+        carl.decide_promotion(taken, DecidePromotion(evidence_digest=digest, approved=False))
         click(browser, "//button[@id='sure-yes']")
         refused = see(browser, "//*[@id='sure-error']").text
         assert refused == "this promotion was decided already; got: rejected by carl"
@@ -118,12 +119,9 @@ def test_what_another_person_decided_meanwhile_is_a_line_in_the_dialog(
         see(browser, "//*[@id='approval']//h2/*[text()='rejected']")
         assert "Decided\nby carl, " in text(browser, "#approval")
 
-
-def test_what_expires_before_the_decision_is_a_line_in_the_dialog(
-    served: Served,  # noqa: F811
-) -> None:
-    run_id = wait_for_approval(served, expires_at=time.time() + 12)
-    with opened(served, f"approval={run_id}", token_of(served, "bob", "approve")) as browser:
+        expires = wait_for_approval(served, expires_at=time.time() + 12)
+        browser.get(f"{served.url}/fleet#approval={expires}")
+        see(browser, WAITING)
         see(browser, BUTTON.format("Reject")).send_keys(Keys.ENTER)
         see(browser, "//*[@id='approval']//h2/*[text()='expired']", 60)  # behind the dialog
         click(browser, "//button[@id='sure-yes']")
@@ -134,18 +132,9 @@ def test_what_expires_before_the_decision_is_a_line_in_the_dialog(
         browser.get(f"{served.url}/fleet#approval=run-none")
         see(browser, "//*[@id='approval']//*[contains(., 'no promotion of this run waits')]")
 
-
-def test_what_cannot_be_trusted_is_rejected_alone(served: Served) -> None:  # noqa: F811
-    evidence = judged().model_copy(update={"job_id": "job-5"})
-    run_id = wait_for_approval(served, evidence)
-    digest = claim_digest(evidence)
-    forged = evidence.model_copy(update={"job_id": "job-6"}).model_dump(mode="json")
-    url = f"{served.runtime.records_url}/evidence/{digest}.json"
-    Run(served.runtime, run_id).store.put_bytes(url, json.dumps({"record": forged}).encode())
-    with opened(served, f"approval={run_id}", token_of(served, "bob", "approve")) as browser:
+        browser.get(f"{served.url}/fleet#approval={untrusted}")
         see(browser, "//*[@id='approval']//*[@class='reason' and contains(., 'be trusted')]")
         assert not browser.find_elements("xpath", BUTTON.format("Approve"))
         confirm(browser, "Reject")
-
         waiting = served.client().approvals
-        wait_until(lambda: run_id not in {each.run_id for each in waiting()}, 30, "it is rejected")
+        wait_until(lambda: untrusted not in {e.run_id for e in waiting()}, 30, "it is rejected")

@@ -18,12 +18,7 @@ from paceline.schemas import (
     WorkerStatus,
     chunk_runs,
 )
-from paceline.telemetry import (
-    DeploymentSnapshot,
-    MomentBuilder,
-    PartSnapshot,
-    StateSnapshot,
-)
+from paceline.telemetry import DeploymentSnapshot, MomentBuilder, PartSnapshot, StateSnapshot
 
 MB = 1_000_000
 

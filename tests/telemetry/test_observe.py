@@ -10,22 +10,11 @@ from paceline.telemetry import PAGE_FILES, PAGE_HEADERS, FleetMetrics, Snapshot,
 
 def snapshot() -> Snapshot:
     deployment = Deployment(
-        deployment_id="dep-1",
-        model_id="m",
-        version="v1",
-        status=DeploymentStatus.DISTRIBUTING,
-        source_url="s3://b/m",
-        manifest_digest="0" * 64,
-        total_bytes=1000,
-        total_chunks=1,
-        total_pieces=1,
-        target_workers=("node-0",),
-        topology=Topology.CHAIN,
-        epoch=1,
-        max_failed=0.05,
-        started_at=0,
-        origin_bytes=400,
-    )
+        deployment_id="dep-1", model_id="m", version="v1", status=DeploymentStatus.DISTRIBUTING,
+        source_url="s3://b/m", manifest_digest="0" * 64, total_bytes=1000, total_chunks=1,
+        total_pieces=1, target_workers=("node-0",), topology=Topology.CHAIN, epoch=1,
+        max_failed=0.05, started_at=0, origin_bytes=400,
+    )  # fmt: skip
     workers = [
         Worker(
             worker_id=f"node-{index}",
@@ -41,13 +30,9 @@ def snapshot() -> Snapshot:
         for index in range(2)
     ]
     return Snapshot(
-        deployments=[deployment],
-        progress={"dep-1": 0.5},
-        workers=workers,
-        beats=7,
-        beats_refused=2,
-        leader_epoch=3,
-    )
+        deployments=[deployment], progress={"dep-1": 0.5}, workers=workers, beats=7,
+        beats_refused=2, leader_epoch=3,
+    )  # fmt: skip
 
 
 def test_metrics_are_valid_prometheus_text_with_the_snapshots_figures():
