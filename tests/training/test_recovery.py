@@ -40,6 +40,7 @@ def test_a_spare_takes_over_and_no_bit_changes(
     assert story.result.weights_digest == pair.result.weights_digest
 
 
+@pytest.mark.nightly
 def test_muon_and_a_moving_average_survive_a_kill_to_the_bit(
     camp: Camp, launcher: LocalLauncher
 ) -> None:
