@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,8 +31,14 @@ from paceline.config import (
     SecuritySettings,
     TrainingSettings,
 )
-from paceline.data import Snapshot, build_snapshot, documents, tokenizer_of
-from paceline.errors import AccessDenied, InvalidInput, SourceMissing, TrainingFailed
+from paceline.data import FAILED, Snapshot, build_snapshot, documents, tokenizer_of
+from paceline.errors import (
+    AccessDenied,
+    InvalidInput,
+    SourceMissing,
+    TrainingFailed,
+    from_record,
+)
 from paceline.evaluation import (
     LINEAGE,
     AllowedCode,
@@ -47,7 +54,7 @@ from paceline.models import is_pretrained, read_config, weights_digest
 from paceline.schemas import EvaluationReport, EvaluationSpec, TrainingData
 from paceline.tasks.evaluate import evaluate, require_judgeable
 from paceline.training.loop import HasLogits
-from paceline.training.user_code import Task, parse, tree_digest
+from paceline.training.user_code import Task, next_tokens, parse, tree_digest
 from paceline.training.user_code.next_tokens import NextTokens
 from tests.support.carried_state import BYTE_GRU, SOURCE
 from tests.support.hugging_face import write_tokenizer
@@ -178,31 +185,30 @@ def ends(task):
 """
 
 
-@pytest.mark.timeout(300)  # four processes
+def changed(export: Path, into: Path, **config: Any) -> Path:
+    """Copy ``export`` with changes to its config."""
+    shutil.copytree(export, into)
+    path = into / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return into
+
+
+@pytest.mark.timeout(300)  # two processes
 def test_what_cannot_be_judged_is_named_and_its_code_never_runs_here(
     camp: Camp, export: tuple[str, Path], tmp_path: Path
 ) -> None:
-    """No allowed source, NaN, another module, a process that ends: one line each."""
+    """No allowed source, a process that ends, no config: one line each."""
     code = tmp_path / "tasks"
     code.mkdir()
     (code / "judged_task.py").write_text(ENDS)
     pin = tree_digest(code)
-    models = {}
-
-    def changed(name: str, **config: Any) -> Path:
-        models[name] = Path(shutil.copytree(export[1], tmp_path / name))
-        path = models[name] / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | config))
-        return models[name]
-
-    changed("not-allowed", code_ref=f"file:///srv@sha256:{pin}#judged_task:make")
-    changed("ends", code_ref=f"file://{code}@sha256:{pin}#judged_task:ends")
-    changed("huge", parameters=10**13, vocab_size=4_194_304)
-    file = changed("nan") / "model-00001-of-00001.safetensors"
-    weights = load_file(file)
-    weights["last_norm.weight"][3] = torch.nan
-    save_file(weights, file)
-    (changed("no-config") / "config.json").unlink()
+    refs = {
+        "not-allowed": f"file:///srv@sha256:{pin}#judged_task:make",
+        "ends": f"file://{code}@sha256:{pin}#judged_task:ends",
+        "no-config": "",
+    }
+    models = {name: changed(export[1], tmp_path / name, code_ref=ref) for name, ref in refs.items()}
+    (models["no-config"] / "config.json").unlink()
     allowed = AllowedCode((SOURCE, str(code)), code_cache(camp))
     found = compare(
         models, camp.snapshot.url, camp.store, tmp_path / "cache", SETTINGS, allowed
@@ -210,12 +216,30 @@ def test_what_cannot_be_judged_is_named_and_its_code_never_runs_here(
     assert {name: why.partition(":")[0] for name, why in found.items()} == {
         "not-allowed": "code reference is from a source that is not allowed",
         "ends": "code reference ended its process",
-        "huge": "weights do not fit the module that the code builds",
-        "nan": "weights are not finite",
         "no-config": "model file is missing",
     }
-    assert "exit code 7" in found["ends"] and "last_norm.weight" in found["nan"]
+    assert "exit code 7" in found["ends"]
     assert "judged_task" not in sys.modules
+
+
+def test_weights_that_the_code_cannot_hold_or_that_are_not_finite_are_refused(
+    camp: Camp, export: tuple[str, Path], tmp_path: Path
+) -> None:
+    """What the model's process answers, asked in this one; a huge module takes no memory."""
+    huge = changed(export[1], tmp_path / "huge", parameters=10**13, vocab_size=4_194_304)
+    nan = changed(export[1], tmp_path / "nan")
+    weights = load_file(nan / "model-00001-of-00001.safetensors")
+    weights["last_norm.weight"][3] = torch.nan
+    save_file(weights, nan / "model-00001-of-00001.safetensors")
+    for directory, words in (
+        (huge, "weights do not fit the module that the code builds"),
+        (nan, "weights are not finite: got NaN or infinity in last_norm.weight"),
+    ):
+        asked = {"directory": str(directory), "sources": [SOURCE], "cache": str(code_cache(camp))}
+        with mock.patch.dict(os.environ):
+            kind, answer = next_tokens._start("")(json.dumps(asked | {"device": "cpu"}).encode())
+        assert kind == FAILED
+        assert words in from_record(json.loads(answer)).one_line()
 
 
 def test_it_is_not_taken_for_another_kind_of_model(export: tuple[str, Path]) -> None:

@@ -228,7 +228,7 @@ def config_for(
         )
     if context < 2:
         raise InvalidInput("context too short", got=context, wanted="at least 2 tokens")
-    shared = {
+    shared: dict[str, Any] = {
         "vocab_size": vocabulary,
         "max_position_embeddings": context,
         "tie_word_embeddings": tied,
@@ -243,7 +243,7 @@ def config_for(
         for layers in _near(width, stages)
     ]
     nearest = min(sizes, key=lambda each: _distance(shared | each, parameters), default=None)
-    best = None if nearest is None else ModelConfig(**shared, **nearest)
+    best = None if nearest is None else ModelConfig.model_validate(shared | nearest)
     cut = parts * stages > 1
     if best is None or (cut and abs(math.log(count_parameters(best) / parameters)) > 0.5):
         raise InvalidInput(

@@ -111,12 +111,12 @@ BRIEF_WAYS: dict[str, tuple[str, ...]] = {
     "": ("single", "DDP", "FSDP2", "FSDP2, recomputed", "TP", "CP", "PP"),
     "LoRA": ("DDP", "FSDP2", "TP", "CP"),
     "DoRA": ("FSDP2",),
-    SFT: ("DDP", "TP", "CP", "PP"),
+    SFT: ("DDP", "CP", "PP"),
     DPO: ("FSDP2, recomputed", "CP"),
     f"{DPO} LoRA": ("DDP", "FSDP2"),
     MUON: ("FSDP2", "TP"),
-    AVERAGE: ("FSDP2", "TP"),
-    HALF: ("FSDP2", "TP"),
+    AVERAGE: ("FSDP2",),
+    HALF: ("FSDP2",),
 }
 BETA = 0.3
 BF16 = "llama-bf16"
