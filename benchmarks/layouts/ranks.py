@@ -1,4 +1,4 @@
-"""Ranks that are forked once and go through one job after another, with groups of their own."""
+"""Ranks that are forked once and go through one job after another, small gangs first."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ GROUP_TIMEOUT_S = 301.0  # for ranks that wait while rank 0 does the single runs
 
 @dataclass(frozen=True)
 class Job:
-    """Something that ``ranks`` ranks do together, in a group of their own; rank 0's answer counts.
+    """Something that ``ranks`` ranks do together; rank 0's answer counts.
 
-    ``around`` is entered on each rank meanwhile.
+    Jobs of as many ranks share their group. ``around`` is entered on each rank meanwhile.
     """
 
     name: str
@@ -40,8 +40,10 @@ class Job:
 def run_jobs(jobs: Sequence[Job], deadline_s: float = DEADLINE_S) -> list[dict[str, Any]]:
     """Fork as many ranks as the largest job needs, run all jobs, and return what rank 0 answered.
 
-    A job that raises stops the ranks: RuntimeError with the first traceback.
+    Jobs of fewer ranks come first: what DTensor keeps of a mesh serves the next job of its group. A
+    job that raises stops the ranks: RuntimeError with the first traceback.
     """
+    jobs = sorted(jobs, key=lambda job: job.ranks)
     for name in ("torch.distributed.tensor.parallel", "torch.distributed.pipelining", "sympy"):
         importlib.import_module(name)  # once, not in each rank
     ranks = max(job.ranks for job in jobs)
@@ -76,26 +78,28 @@ def _be_rank(rank: int, port: int, jobs: Sequence[Job], out: Path) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.TCPStore("127.0.0.1", port, None, rank == 0, wait_for_workers=False)
+    joined = 1  # ranks of the group that is open
     for number, job in enumerate(jobs):
         if rank >= job.ranks:
             continue
         started = time.perf_counter()
         try:
-            if job.ranks > 1:
-                its_store = dist.PrefixStore(f"job-{number}", store)
+            if job.ranks > joined:
+                if joined > 1:
+                    dist.destroy_process_group()
+                    _forget_groups()
+                joined = job.ranks
                 dist.init_process_group(
                     "gloo",
-                    store=its_store,
+                    store=dist.PrefixStore(f"job-{number}", store),
                     rank=rank,
-                    world_size=job.ranks,
+                    world_size=joined,
                     timeout=timedelta(seconds=GROUP_TIMEOUT_S),
                 )
             with job.around():
                 answer = job.run()
-            if job.ranks > 1:
+            if joined > 1:
                 dist.barrier()
-                dist.destroy_process_group()
-                _forget_groups()
         except BaseException:
             (out / f"error-{rank}").write_text(f"{job.name}: {traceback.format_exc()}")
             raise

@@ -6,11 +6,12 @@ import re
 from pathlib import Path
 
 from tests.support.hugging_face import FAMILIES
-from tests.training.parallel import test_hugging_face
 from tests.training.parallel.hugging_face_ranks import (
     ADAPTERS,
     AVERAGE,
+    BRIEF,
     DPO,
+    EVERY_WAY,
     FOUR,
     HALF,
     MUON,
@@ -52,12 +53,17 @@ def proven() -> dict[Cell, str]:
     cells: dict[Cell, str] = {}
     for way, (kind, link) in (KINDS | DIALS).items():
         for family in (*FAMILIES, OWN):
-            if kind not in kinds_of(family):
+            tried = (EVERY_WAY, FOUR) if family == BRIEF else (family,)
+            run = {
+                way: "nightly"
+                for each in tried
+                if kind in kinds_of(each)
+                for way in ways_of(each, kind)
+            }
+            if family == BRIEF and kind in kinds_of(BRIEF):
+                run |= dict.fromkeys(ways_of(BRIEF, kind), "every run")
+            if not run:
                 continue
-            when = "every run" if family in test_hugging_face.EVERY_TIME else "nightly"
-            run = dict.fromkeys(ways_of(family, kind), when)
-            if when == "every run" and kind in kinds_of(FOUR):
-                run |= dict.fromkeys(ways_of(FOUR, kind), "nightly")
             for mesh, name in MESHES.items():
                 refused = "pairs"
                 if adapters_of(kind) and link != "dpo":

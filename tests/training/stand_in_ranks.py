@@ -45,8 +45,6 @@ def main() -> int:
     for step in range(1, 1 + mine.get("steps", 3)):
         say("step", step, step_seconds=float(mine.get("pace_s", 0.01)))
         time.sleep(mine.get("pace_s", 0.01))
-    if mine.get("freeze"):
-        os.kill(os.getpid(), signal.SIGSTOP)
     if mine.get("kill"):
         os.kill(os.getpid(), signal.SIGKILL)
     if "fail" in mine:

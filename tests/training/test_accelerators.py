@@ -94,6 +94,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
+@pytest.mark.nightly  # warm.py's node asserts it each time
 def test_a_launcher_leaves_cuda_alone_and_starts_in_a_removed_directory(
     tmp_path: Path,
 ) -> None:

@@ -190,8 +190,10 @@ def test_a_process_of_its_own_names_where_the_base_is_published(
         require_base(run_of(tmp_path), profile, "base", "v1", snapshot.url)
 
 
-@pytest.mark.parametrize("lacking", ["peft,transformers", "peft,torch,transformers"])
-@pytest.mark.parametrize("layout", ["ours", "transformers"])
+@pytest.mark.parametrize(
+    ("layout", "lacking"),
+    [("ours", "peft,transformers"), ("transformers", "peft,torch,transformers")],
+)
 def test_a_machine_without_the_libraries_checks_what_it_can(
     snapshot: Snapshot, tmp_path: Path, lacking: str, layout: str
 ) -> None:

@@ -280,7 +280,6 @@ def failing(generations: Generations, method: str, error: Exception) -> Generati
 AWAY = ServiceUnavailable("S3 does not answer")
 
 
-@ON_BOTH
 def test_one_save_is_in_flight_and_a_slow_store_only_puts_the_next_off(
     generations: Generations, tmp_path: Path
 ) -> None:

@@ -17,6 +17,8 @@ from paceline.training.loop import new_optimizer
 from tests.training.test_recovery_driver import job_in
 from tests.training.warm import typed
 
+pytestmark = pytest.mark.xdist_group("warm node")
+
 # At a constant rate, the first steps of a long training are those of a short one.
 CONSTANT = ("training.schedule=linear", "training.final_share=1", "training.warmup_steps=2")
 SMALL = ("model.parameters=20000", "model.context=32", "training.batch_sequences=4")
@@ -115,7 +117,7 @@ def test_early_stopping_exports_the_best_checkpoint(text: Path, tmp_path: Path, 
     output = tmp_path / "out"
     more = ("training.ema.decay=0.5",) if ema else ()
     words = [word for each in (*RISING, *more) for word in ("--set", each)]
-    words += ["--steps", "60", "--ranks", "2", "--set", "training.checkpoints.keep=1"]
+    words += ["--steps", "60", "--set", "training.checkpoints.keep=1"]
     last, _ = train(text, output, *words)
     assert last["stopped_early"]
     assert "exported_step" not in last, "its best is not kept"

@@ -15,6 +15,8 @@ from tests.training.test_cli_training import nothing_starts
 from tests.training.test_continuing import FSDP, text, train
 
 __all__ = ["nothing_starts", "text"]  # fixtures
+
+pytestmark = pytest.mark.xdist_group("warm node")
 LIMIT = 8_000
 
 

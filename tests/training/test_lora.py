@@ -25,6 +25,8 @@ from tests.training.test_continuing import losses, text, train
 
 __all__ = ["nothing_starts", "text"]  # fixtures
 
+pytestmark = pytest.mark.xdist_group("warm node")
+
 LORA = ("--set", "training.lora.r=4", "--set", "training.lora.use_dora=true")
 LORA += ("--set", "training.lora.lora_dropout=0.1")
 FIRST, AVERAGED = "model.layers.0.self_attn.q_proj.lora_B.weight", ("ema.", "model.")
@@ -196,8 +198,11 @@ def test_adapters_of_our_transformer_are_not_cut() -> None:
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        ('groups=[{match=["*embde*"]}]', "no trained parameter has such a name: got *embde*"),
         ("lora.r=2", "a model of your own has no default layers to adapt"),
+        pytest.param(
+            'groups=[{match=["*embde*"]}]', "no trained parameter has such a name: got *embde*",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(
             "lora.target_modules=gates", "got gates, wanted linear layers: 0, 1, candidate, gate",
             marks=pytest.mark.nightly,

@@ -24,7 +24,7 @@ from tests.support.carried_state import BYTE_GRU, SOURCE
 from tests.support.hugging_face import write_model, write_tokenizer
 from tests.training.warm import typed
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.timeout(200), pytest.mark.xdist_group("warm node")]
 CODE = """
 import torch
 
@@ -170,7 +170,7 @@ def test_a_training_with_it_has_the_bits_of_ours_with_the_same_rule(
     text: Path, code: Path, tmp_path: Path
 ) -> None:
     groups = ('training.groups=[{match=["*norm*"], learning_rate_factor=0.5, weight_decay=0.3}]',)
-    asked = ("--steps", "4", *(word for each in groups for word in ("--set", each)))
+    asked = ("--steps", "4", "--ranks", "1", *(word for each in groups for word in ("--set", each)))
     ours = json.loads(train(text, tmp_path / "ours", *asked).stdout)
     own = json.loads(train(text, tmp_path / "own", *asked, *words_of(code, "adamw")).stdout)
     same_steps(steps_in(tmp_path / "own"), steps_in(tmp_path / "ours"))

@@ -11,7 +11,7 @@ from paceline.data import assign_splits
 from tests.support.hugging_face import losses_of_plain_steps, write_model, write_tokenizer
 from tests.training.warm import typed
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.timeout(200), pytest.mark.xdist_group("warm node")]
 CONTEXT = 64
 END = "<|endoftext|>"
 # of which no two fit in a row, so that a batch of all of them is an epoch

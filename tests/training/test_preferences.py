@@ -21,7 +21,7 @@ from tests.support.carried_state import BYTE_GRU
 from tests.support.hugging_face import CHATML, write_model, write_tokenizer
 from tests.training.warm import typed
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.timeout(200), pytest.mark.xdist_group("warm node")]
 STEPS = 3
 CONTEXT = 128
 BETA = 0.3

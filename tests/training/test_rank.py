@@ -26,7 +26,7 @@ from paceline.models import load_model, weights_digest
 from paceline.storage import ObjectStore
 from paceline.training.checkpoint import Generations
 from paceline.training.launcher import JobTracker, NodePool
-from paceline.training.loop import STOPPED_EXIT, StopFlag
+from paceline.training.loop import StopFlag
 from tests.jobs.test_cost import result
 from tests.support.hugging_face import change_weights, write_model
 from tests.training.conftest import BUCKET, SETTINGS, Camp
@@ -105,35 +105,10 @@ def test_zero_steps_export_the_base_unchanged(camp: Camp) -> None:
     assert result["epoch_documents"] == sum(each.documents for each in shards)
 
 
-def test_the_same_job_gives_the_same_bits_and_other_seeds_do_not(camp: Camp) -> None:
-    digests = [
-        camp.run_alone(camp.job(name, steps=3, seed=seed))[1].of("result")[0].data["weights_digest"]
-        for name, seed in (("same-a", 0), ("same-b", 0), ("same-c", 1))
-    ]
-    assert digests[0] == digests[1] != digests[2]
-
-
 def test_the_control_learns_from_other_targets(camp: Camp) -> None:
     control = camp.run_alone(camp.job("control", steps=2, labels="shuffled"))[1]
     true = camp.run_alone(camp.job("true", steps=2))[1]
     assert control.losses != true.losses
-
-
-def test_a_request_to_stop_saves_the_step_and_a_restart_continues_it(camp: Camp) -> None:
-    whole = camp.run_alone(camp.job("whole"))[1]
-    stop = StopFlag()
-    stop._asked = True  # as SIGTERM would have
-    code, said = camp.run_alone(camp.job("stopped"), stop)
-    assert code == STOPPED_EXIT
-    assert said.of("failed")[0].step == 1
-    assert Generations(camp.store, f"s3://{BUCKET}/checkpoints/stopped").steps() == [1]
-    code, resumed = camp.run_alone(camp.job("stopped"))
-    assert code == 0
-    assert resumed.of("resumed")[0].step == 1
-    assert said.losses + resumed.losses == whole.losses, "bit for bit"
-    digest = whole.of("result")[0].data["weights_digest"]
-    assert resumed.of("result")[0].data["weights_digest"] == digest
-    assert resumed.of("result")[0].data["first_loss"] == whole.losses[0]
 
 
 def test_a_stop_whose_state_cannot_be_saved_says_so(

@@ -40,6 +40,7 @@ def test_a_spare_takes_over_and_no_bit_changes(
     assert story.result.weights_digest == pair.result.weights_digest
 
 
+@pytest.mark.nightly
 def test_muon_and_a_moving_average_survive_a_kill_to_the_bit(
     camp: Camp, launcher: LocalLauncher
 ) -> None:
@@ -78,6 +79,8 @@ def test_a_cancel_saves_on_all_ranks_and_the_same_job_goes_on(
     more = run(camp, launcher, job)
     assert more.result.resumed_from_step == stopped.pop() < 24
     assert story.losses | more.losses == pair.losses
+    assert more.result.weights_digest == pair.result.weights_digest
+    assert more.result.first_loss == pair.losses[1]
 
 
 def reference(camp: Camp, function: str) -> str:

@@ -120,18 +120,6 @@ def test_the_first_to_fail_is_named_with_its_last_words(kept: LocalLauncher) -> 
     assert story.result.reason == "rank 1 on b exited with 1: RuntimeError: no loss"
 
 
-def test_a_frozen_rank_is_found_and_the_stacks_of_all_are_kept(kept: LocalLauncher) -> None:
-    with opened(kept, deadlines=Deadlines(start_s=30, step_s=6)) as gangs:
-        began = time.monotonic()
-        story = run(gangs, {"0": {"freeze": True}, "all": FOREVER})
-        assert time.monotonic() - began < 6 + 20, "a loaded machine's margin, no more"
-    assert (story.result.failed_rank, story.result.hung) == (0, True)
-    assert "it is stopped" in story.result.reason
-    for rank in (0, 1):
-        assert "stand_in_ranks.py" in story.result.stderr[rank]
-    assert gone(story.pids())
-
-
 def test_a_step_much_longer_than_those_before_it_hangs(
     kept: LocalLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:

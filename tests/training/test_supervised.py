@@ -19,7 +19,7 @@ from tests.support.hugging_face import (
 )
 from tests.training.warm import typed
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.timeout(200), pytest.mark.xdist_group("warm node")]
 STEPS = 3
 CONTEXT = 128
 TEMPLATES = {"marked": MARKED, "chatml": CHATML}

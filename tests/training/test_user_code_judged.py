@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,8 +31,14 @@ from paceline.config import (
     SecuritySettings,
     TrainingSettings,
 )
-from paceline.data import Snapshot, build_snapshot, documents, tokenizer_of
-from paceline.errors import AccessDenied, InvalidInput, SourceMissing, TrainingFailed
+from paceline.data import FAILED, Snapshot, build_snapshot, documents, tokenizer_of
+from paceline.errors import (
+    AccessDenied,
+    InvalidInput,
+    SourceMissing,
+    TrainingFailed,
+    from_record,
+)
 from paceline.evaluation import (
     LINEAGE,
     AllowedCode,
@@ -47,7 +54,7 @@ from paceline.models import is_pretrained, read_config, weights_digest
 from paceline.schemas import EvaluationReport, EvaluationSpec, TrainingData
 from paceline.tasks.evaluate import evaluate, require_judgeable
 from paceline.training.loop import HasLogits
-from paceline.training.user_code import Task, parse, tree_digest
+from paceline.training.user_code import Task, next_tokens, parse, tree_digest
 from paceline.training.user_code.next_tokens import NextTokens
 from tests.support.carried_state import BYTE_GRU, SOURCE
 from tests.support.hugging_face import write_tokenizer
@@ -178,47 +185,61 @@ def ends(task):
 """
 
 
-@pytest.mark.timeout(300)  # three processes
+def changed(export: Path, into: Path, **config: Any) -> Path:
+    """Copy ``export`` with changes to its config."""
+    shutil.copytree(export, into)
+    path = into / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return into
+
+
+@pytest.mark.timeout(300)  # two processes
 def test_what_cannot_be_judged_is_named_and_its_code_never_runs_here(
     camp: Camp, export: tuple[str, Path], tmp_path: Path
 ) -> None:
-    """No allowed source, another pin, NaN, another module, a process that ends: one line each."""
+    """No allowed source, a process that ends, no config: one line each."""
     code = tmp_path / "tasks"
     code.mkdir()
     (code / "judged_task.py").write_text(ENDS)
     pin = tree_digest(code)
-    models = {}
-
-    def changed(name: str, **config: Any) -> Path:
-        models[name] = Path(shutil.copytree(export[1], tmp_path / name))
-        path = models[name] / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | config))
-        return models[name]
-
-    changed("not-allowed", code_ref=f"file:///srv@sha256:{pin}#judged_task:make")
-    changed("forged", code_ref=f"file://{code}@sha256:{'0' * 64}#judged_task:make")
-    changed("ends", code_ref=f"file://{code}@sha256:{pin}#judged_task:ends")
-    changed("huge", parameters=10**13, vocab_size=4_194_304)
-    file = changed("nan") / "model-00001-of-00001.safetensors"
-    weights = load_file(file)
-    weights["last_norm.weight"][3] = torch.nan
-    save_file(weights, file)
-    (changed("no-config") / "config.json").unlink()
+    refs = {
+        "not-allowed": f"file:///srv@sha256:{pin}#judged_task:make",
+        "ends": f"file://{code}@sha256:{pin}#judged_task:ends",
+        "no-config": "",
+    }
+    models = {name: changed(export[1], tmp_path / name, code_ref=ref) for name, ref in refs.items()}
+    (models["no-config"] / "config.json").unlink()
     allowed = AllowedCode((SOURCE, str(code)), code_cache(camp))
     found = compare(
         models, camp.snapshot.url, camp.store, tmp_path / "cache", SETTINGS, allowed
     ).failures
     assert {name: why.partition(":")[0] for name, why in found.items()} == {
         "not-allowed": "code reference is from a source that is not allowed",
-        "forged": "code is not what the reference is pinned to",
         "ends": "code reference ended its process",
-        "huge": "weights do not fit the module that the code builds",
-        "nan": "weights are not finite",
         "no-config": "model file is missing",
     }
-    assert f"got sha256:{pin}, wanted sha256:{'0' * 64}" in found["forged"]
-    assert "exit code 7" in found["ends"] and "last_norm.weight" in found["nan"]
+    assert "exit code 7" in found["ends"]
     assert "judged_task" not in sys.modules
+
+
+def test_weights_that_the_code_cannot_hold_or_that_are_not_finite_are_refused(
+    camp: Camp, export: tuple[str, Path], tmp_path: Path
+) -> None:
+    """What the model's process answers, asked in this one; a huge module takes no memory."""
+    huge = changed(export[1], tmp_path / "huge", parameters=10**13, vocab_size=4_194_304)
+    nan = changed(export[1], tmp_path / "nan")
+    weights = load_file(nan / "model-00001-of-00001.safetensors")
+    weights["last_norm.weight"][3] = torch.nan
+    save_file(weights, nan / "model-00001-of-00001.safetensors")
+    for directory, words in (
+        (huge, "weights do not fit the module that the code builds"),
+        (nan, "weights are not finite: got NaN or infinity in last_norm.weight"),
+    ):
+        asked = {"directory": str(directory), "sources": [SOURCE], "cache": str(code_cache(camp))}
+        with mock.patch.dict(os.environ):
+            kind, answer = next_tokens._start("")(json.dumps(asked | {"device": "cpu"}).encode())
+        assert kind == FAILED
+        assert words in from_record(json.loads(answer)).one_line()
 
 
 def test_it_is_not_taken_for_another_kind_of_model(export: tuple[str, Path]) -> None:
@@ -434,11 +455,7 @@ def test_a_killed_evaluator_leaves_nothing_and_the_same_command_goes_on(
 def test_a_job_that_is_to_be_judged_finds_out_before_a_node_is_busy(
     camp: Camp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = tmp_path / "tasks"
-    code.mkdir()
-    (code / "task_of_silence.py").write_text(SILENT)
-    text = f"file://{code}@sha256:{tree_digest(code)}#task_of_silence:make"
-    profile = Profile(security=SecuritySettings(code_sources=(str(code),)))
+    profile = Profile(security=SecuritySettings(code_sources=(SOURCE,)))
     runtime = camp.runtime.model_copy(update={"profile": profile})
     run: Any = SimpleNamespace(
         store=camp.store, runtime=runtime, state_dir=str(tmp_path), run_id="run-1"
@@ -448,14 +465,19 @@ def test_a_job_that_is_to_be_judged_finds_out_before_a_node_is_busy(
     def busy(*_: Any, **__: Any) -> None:
         raise TimeoutError("a node is busy")
 
+    def unjudgeable(_: Any, asked: Profile, *__: Any) -> None:
+        assert asked.training.code_ref == BYTE_GRU
+        raise InvalidInput("no logits of the next token")
+
     monkeypatch.setattr(train_flow.Run, "open", lambda *_: run)
     monkeypatch.setattr(train_flow, "recorded", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(train_flow, "linked", lambda *_: contextlib.nullcontext(link))
     for each in ("permitted_snapshot", "require_own_expectations", "nest", "validate_data"):
         monkeypatch.setattr(train_flow, each, lambda *_: None)
     monkeypatch.setattr(train_flow, "distribute_model", busy)
+    monkeypatch.setattr(train_flow, "require_judgeable", unjudgeable)
     asked = ("acme/own", "1", camp.snapshot.url)
     with pytest.raises(TimeoutError):  # not judged, it may be trained
-        train_flow.train_model.fn(*asked, code_ref=text)
-    with pytest.raises(InvalidInput, match=r"no logits of the next token.*got tuple"):
-        train_flow.train_model.fn(*asked, code_ref=text, evaluate_on=camp.snapshot.url)
+        train_flow.train_model.fn(*asked, code_ref=BYTE_GRU)
+    with pytest.raises(InvalidInput, match="no logits of the next token"):
+        train_flow.train_model.fn(*asked, code_ref=BYTE_GRU, evaluate_on=camp.snapshot.url)

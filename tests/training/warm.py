@@ -14,6 +14,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -30,8 +31,16 @@ main = rank.main
 
 
 def preload() -> None:
-    """Import what any rank of these tests needs."""
-    rank.preload()
+    """Import what any rank of these tests needs: without CUDA, and without a thread."""
+    import torch
+
+    def asked(*_: object) -> None:
+        raise AssertionError("the launcher asked CUDA: no rank forked from it could use a GPU")
+
+    asking = ("is_available", "device_count", "init", "_lazy_init")
+    with mock.patch.multiple(torch.cuda, **dict.fromkeys(asking, asked)):
+        rank.preload()
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread spoils forking"
     os.environ["HF_HUB_OFFLINE"] = "1"
     import peft  # noqa: F401
     import transformers.models.llama.modeling_llama

@@ -228,7 +228,7 @@ def config_for(
         )
     if context < 2:
         raise InvalidInput("context too short", got=context, wanted="at least 2 tokens")
-    shared = {
+    shared: dict[str, Any] = {
         "vocab_size": vocabulary,
         "max_position_embeddings": context,
         "tie_word_embeddings": tied,
@@ -236,13 +236,14 @@ def config_for(
         "eos_token_id": separator,
         "tokenizer_digest": tokenizer_digest,
     }
-    candidates = [
-        _shape(width, layers, head, parts, shared)
+    sizes = [
+        _sizes(width, layers, head, parts)
         for width in WIDTHS
         if (head := _head_size(width, parts))
         for layers in _near(width, stages)
     ]
-    best = min(candidates, key=lambda each: _distance(each, parameters), default=None)
+    nearest = min(sizes, key=lambda each: _distance(shared | each, parameters), default=None)
+    best = None if nearest is None else ModelConfig.model_validate(shared | nearest)
     cut = parts * stages > 1
     if best is None or (cut and abs(math.log(count_parameters(best) / parameters)) > 0.5):
         raise InvalidInput(
@@ -362,22 +363,22 @@ def _head_size(width: int, parts: int) -> int | None:
     return next(fitting, None)
 
 
-def _shape(width: int, layers: int, head: int, parts: int, shared: dict[str, Any]) -> ModelConfig:
+def _sizes(width: int, layers: int, head: int, parts: int) -> dict[str, int]:
     heads = width // head
     # Grouped queries pay off with many heads; with fewer, full heads learn better.
     grouped = heads >= 8 and heads % 4 == 0 and (heads // 4) % parts == 0
     step = math.lcm(16, parts)
-    return ModelConfig(
-        hidden_size=width,
-        intermediate_size=math.ceil(8 * width / 3 / step) * step,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 4 if grouped else heads,
-        **shared,
-    )
+    return {
+        "hidden_size": width,
+        "intermediate_size": math.ceil(8 * width / 3 / step) * step,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 4 if grouped else heads,
+    }
 
 
-def _distance(config: ModelConfig, parameters: int) -> float:
-    size = abs(math.log(count_parameters(config) / parameters))
-    aspect = abs(math.log(config.hidden_size / config.num_hidden_layers / WIDTH_PER_LAYER))
+def _distance(raw: Mapping[str, Any], parameters: int) -> float:
+    shape = ModelShape.read(raw, "model config")
+    size = abs(math.log(shape.parameters / parameters))
+    aspect = abs(math.log(shape.width / shape.layers / WIDTH_PER_LAYER))
     return size + 0.1 * aspect

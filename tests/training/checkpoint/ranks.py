@@ -1,4 +1,5 @@
-"""One rank of a launch that tries many layouts: ``ROOT PORT RANK WORLD`` → ``ROOT/rank-N.json``.
+"""One rank of a launch that tries many layouts: ``ROOT PORT RANK WORLD`` → ``ROOT/rank-N.json``;
+with a word behind them, the layouts of ``NIGHTLY``, too.
 
 A tiny model takes a few steps under each layout and saves halfway; then checkpoints of this launch
 and of others are resumed under other layouts and take the steps that are left. What each run
@@ -7,6 +8,7 @@ ended with is written down; the tests compare.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -60,6 +62,7 @@ LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
 }
 
 
+NIGHTLY = ("shard2cp2", "dp2shard2")  # others have each of their axes
 # Which checkpoint is resumed as what, beside each as itself: every kind meets every other.
 OTHERS: dict[int, list[tuple[str, str]]] = {
     1: [(name, "single") for world in (2, 4) for name in LAYOUTS[world]],
@@ -73,6 +76,12 @@ OTHERS: dict[int, list[tuple[str, str]]] = {
 }
 
 
+def layouts(world: int, every: bool) -> list[str]:
+    """Return the layouts of a launch."""
+    return [name for name in LAYOUTS[world] if every or name not in NIGHTLY]
+
+
+@functools.cache
 def config() -> ModelConfig:
     return config_for(30_000, CONTEXT)
 
@@ -201,9 +210,9 @@ def saver_of(run: Run, generations: Generations, **changes: object) -> Checkpoin
     )
 
 
-def work(root: Path, group: Group) -> dict[str, object]:
+def work(root: Path, group: Group, every: bool) -> dict[str, object]:
     found: dict[str, object] = {"saved": {}, "resumed": {}, "cases": {}}
-    names = LAYOUTS[group.world_size]
+    names = layouts(group.world_size, every)
     for name in names:
         run = Run(name, group)
         run.take(0, SAVE_AT)
@@ -220,7 +229,7 @@ def work(root: Path, group: Group) -> dict[str, object]:
         found["saved"][name] = {"losses": run.losses, "averaged": averaged, "bits": run.bits()}
     group.all(True)
     for saved, name in [(name, name) for name in names] + OTHERS[group.world_size]:
-        if not (root / "jobs" / saved).exists():
+        if name not in names or not (root / "jobs" / saved).exists():
             continue  # of a launch that is still to come
         generations = Generations(DiskStore(), DiskStore.url_of(root / "jobs" / saved))
         run = Run(name, group)
@@ -357,7 +366,7 @@ def main() -> int:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     with join_group(rank, world, "127.0.0.1", port, 1, 60) as group:
-        found = work(root, group)
+        found = work(root, group, len(sys.argv) > 5)
         (root / f"rank-{rank}-of-{world}.json").write_text(json.dumps(found))
         if world == 2:
             die_midway(root, group)

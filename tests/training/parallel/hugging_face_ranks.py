@@ -82,7 +82,8 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "PP x TP": (4, {"mesh": {"pp": 2, "tp": 2}}),
 }
 OWN = "own"  # our transformer
-EVERY_WAY = "llama"  # also recomputed, and exported from each mesh
+BRIEF = "llama"  # each kind in the ways that its code tells apart; EVERY_WAY has all
+EVERY_WAY = "llama-every"  # also recomputed, and exported from each mesh
 # kind → ways in which EVERY_WAY is recomputed
 RECOMPUTED: dict[str, tuple[str, ...]] = {
     "": (
@@ -96,7 +97,7 @@ RECOMPUTED: dict[str, tuple[str, ...]] = {
 }
 OTHERS_RECOMPUTED = ("FSDP2, recomputed", "TP, recomputed")  # all weights of the other families
 SFT, DPO = "SFT", "DPO"  # what is learned from: conversations, preferences
-# kind → its settings; of EVERY_WAY alone
+# kind → its settings; of llama alone
 MUON, AVERAGE, HALF = "Muon", "EMA", "bfloat16"
 DECAY = 0.5
 DIALS: dict[str, dict[str, Any]] = {
@@ -105,6 +106,18 @@ DIALS: dict[str, dict[str, Any]] = {
     HALF: {"precision": "bfloat16"},
 }
 DIAL_WAYS = ("single", "DDP", "FSDP2", "TP")
+# kind → the ways of BRIEF
+BRIEF_WAYS: dict[str, tuple[str, ...]] = {
+    "": ("single", "DDP", "FSDP2", "FSDP2, recomputed", "TP", "CP", "PP"),
+    "LoRA": ("DDP", "FSDP2", "TP", "CP"),
+    "DoRA": ("FSDP2",),
+    SFT: ("DDP", "CP", "PP"),
+    DPO: ("FSDP2, recomputed", "CP"),
+    f"{DPO} LoRA": ("DDP", "FSDP2"),
+    MUON: ("FSDP2", "TP"),
+    AVERAGE: ("FSDP2",),
+    HALF: ("FSDP2",),
+}
 BETA = 0.3
 BF16 = "llama-bf16"
 FOUR = "llama-four"  # llama on four ranks
@@ -140,6 +153,8 @@ def data_of(kind: str) -> str:
 def ways_of(family: str, kind: str = "") -> list[str]:
     """Return the ways in which ``family`` is trained; DoRA and DPO need whole matrices, and so do
     adapters of our transformer; adapters and DPO are not cut into stages."""
+    if family == BRIEF:
+        return list(BRIEF_WAYS[kind])
     if kind in DIALS:
         return list(DIAL_WAYS)
     adapters, is_dpo = adapters_of(kind), data_of(kind) == DPO
@@ -164,7 +179,9 @@ def ways_of(family: str, kind: str = "") -> list[str]:
 def kinds_of(family: str) -> tuple[str, ...]:
     """Return what ``family`` is trained by; "": all weights, by rows of text."""
     if family == BF16:
-        return ("", "LoRA")
+        return ("LoRA",)
+    if family == BRIEF:
+        return tuple(BRIEF_WAYS)
     dials = DIALS if family == EVERY_WAY else ()
     return ("", *ADAPTERS, SFT, f"{SFT} LoRA", DPO, f"{DPO} LoRA", *dials)
 
@@ -175,7 +192,7 @@ def exported_of(family: str, kind: str = "") -> list[str]:
         return []
     wanted = ("FSDP2", "TP", "FSDP2 x TP", "PP", "FSDP2 x PP")
     ways = [each for each in ways_of(family, kind) if each in wanted]
-    return ways if family == EVERY_WAY else ways[-1:]
+    return ways if family in (BRIEF, EVERY_WAY) else ways[-1:]
 
 
 def settings_of(way: str, kind: str = "") -> TrainingSettings:
@@ -450,7 +467,7 @@ def loaded(directory: Path) -> dict[str, Any]:
 def answered(root: Path, families: list[str]) -> dict[str, Any]:
     """Train all weights, LoRA and DoRA of each family in each way, and load the exports."""
     jobs, loads = [], {}
-    for family in [*families, *([BF16] if EVERY_WAY in families else [])]:
+    for family in [*families, *([BF16] if BRIEF in families else [])]:
         path = root / "models" / family
         if family == OWN:
             config = config_for(60_000, 24, stages=2, parts=2)

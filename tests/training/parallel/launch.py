@@ -23,6 +23,7 @@ from benchmarks.same_losses import layout_job
 from paceline.errors import InvalidInput
 from paceline.models import new_model
 from paceline.training.parallel import (
+    MeshSpec,
     Pipelined,
     clipping,
     open_mesh,
@@ -43,7 +44,6 @@ RIGHT = (
     "pp2",
     "pp2, GPipe",
     "pp4, 5 microbatches of 8 rows",
-    "shard2 x pp2",
     "local SGD, step 1",
     "shard3, uneven shares, accumulation 2",
     "dp2, accumulation 3",
@@ -55,6 +55,7 @@ RIGHT = (
     "untied cp2 x tp2",
     "untied tp2 x pp2",
 )
+STAGES = "shard2 x pp2"
 NIGHTLY = {  # a part or a kind of each is in another job
     "dp2 x cp2, accumulation 2 float64",
     "shard2 x cp2, recomputed float64",
@@ -66,7 +67,11 @@ NIGHTLY = {  # a part or a kind of each is in another job
     "tp2 bfloat16",
     "shard2 bfloat16",
     "evaluated: shard2 x pp2",
+    "evaluated: tp2",
+    "evaluated: cp2",
+    "hook: none",
     "hook: bf16",
+    "documents apart: pp4, 5 microbatches of 8 rows",
     "shard3, uneven shares, accumulation 2 float64",
 }
 EVALUATED = ("single", "dp2", "shard2", "tp2", "cp2", "pp2", "shard2 x pp2")
@@ -179,20 +184,30 @@ def halved(name: str, precision: str) -> Job:
     return Job(f"{name} {precision}", layout.ranks, run)
 
 
-def same_on_both_ends() -> dict[str, bool]:
-    its = Run.of(BY_NAME["shard2 x pp2"], "float32")
-    its.train(STEPS)
+def sharded_stages() -> dict[str, object]:
+    """Train shards of stages; look at both ends, and at how long each group waits for a rank."""
+    its = Run.of(BY_NAME[STAGES], PRECISION)
+    losses = its.train(STEPS)
     (stage,) = its.parallel.modules
     tied = stage.get_parameter("model.embed_tokens.weight")
     mine = hashlib.sha256(tied.to_local().detach().numpy().tobytes()).hexdigest()
     every: list[str] = [""] * 4
     dist.all_gather_object(every, mine)
-    return {"ends_equal": every[:2] == every[2:], "shards_differ": every[0] != every[1]}
+    mesh = its.parallel._mesh
+    rows = open_mesh(MeshSpec(shard=2, cp=2)).group("cp")
+    groups = [dist.group.WORLD, rows, *(mesh.group(axis) for axis in mesh.spec.axes)]
+    return {
+        "losses": losses,
+        "norms": its.norms,
+        "ends_equal": every[:2] == every[2:],
+        "shards_differ": every[0] != every[1],
+        "timeouts_s": [timeout_of(each).total_seconds() for each in groups],
+    }
 
 
 def from_meta() -> dict[str, float]:
     """Build shards without values, load them by name, and take the loss of the first step."""
-    layout = BY_NAME["shard2 x tp2"]
+    layout = BY_NAME["tp2"]
     its = Run.of(layout, PRECISION)
     with torch.device("meta"):
         empty = new_model(layout.config, 0).__class__(layout.config)
@@ -246,7 +261,7 @@ def shorter_batches() -> dict[str, list[float]]:
 def changing_shares() -> dict[str, list[float]]:
     """Shares of 5 and 3 rows, then 4 and 4: a new shape is tried on all ranks or on none."""
     found = []
-    for layout in ("shard2 x pp2", "single"):
+    for layout in (STAGES, "single"):
         if layout == "single" and dist.get_rank() > 0:
             continue
         its = Run.of(BY_NAME[layout], PRECISION)
@@ -265,14 +280,6 @@ def changing_shares() -> dict[str, list[float]]:
     return {"staged": found[:3], "single": found[3:]}
 
 
-def timeouts() -> dict[str, list[float]]:
-    """How long each group of a mesh waits for a silent rank."""
-    mesh = Run.of(BY_NAME["shard2 x pp2"], PRECISION).parallel._mesh
-    rows = Run.of(BY_NAME["shard2 x cp2, recomputed"], PRECISION).parallel._mesh.group("cp")
-    groups = [dist.group.WORLD, rows, *(mesh.group(axis) for axis in mesh.spec.axes)]
-    return {"seconds": [timeout_of(each).total_seconds() for each in groups]}
-
-
 def jobs() -> list[Job]:
     return [
         *(layout_job(each, PRECISION, STEPS) for each in SINGLES),
@@ -285,12 +292,11 @@ def jobs() -> list[Job]:
         *(halved(name, "bfloat16") for name in ("single", "dp2", "shard2", "tp2", "pp2")),
         halved("shard2 x pp2", "float16"),
         halved("single", "float16"),
-        Job("tied ends", 4, same_on_both_ends),
-        Job("from meta", 4, from_meta),
+        Job(f"{STAGES} {PRECISION}", 4, sharded_stages),
+        Job("from meta", 2, from_meta),
         Job("odd sequence", 2, odd_sequence),
         Job("shorter batches", 2, shorter_batches),
         Job("changing shares", 4, changing_shares),
-        Job("timeouts", 4, timeouts),
     ]
 
 

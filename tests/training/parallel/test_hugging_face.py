@@ -15,7 +15,9 @@ from tests.support.hugging_face import FAMILIES
 from tests.training.parallel.hugging_face_ranks import (
     ADAPTERS,
     AVERAGE,
+    BRIEF,
     DPO,
+    EVERY_WAY,
     FOUR,
     HALF,
     MUON,
@@ -28,9 +30,8 @@ from tests.training.parallel.hugging_face_ranks import (
     ways_of,
 )
 
-EVERY_TIME = ("llama",)  # the others are shown again nightly
 # each in a launch of its own
-NIGHTLY = [(each,) for each in (*FAMILIES, FOUR, OWN) if each not in EVERY_TIME]
+NIGHTLY = [(each,) for each in (*FAMILIES, EVERY_WAY, FOUR, OWN) if each != BRIEF]
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("forked ranks")]
 Answers = dict[str, dict[str, Any]]
@@ -38,7 +39,7 @@ Answers = dict[str, dict[str, Any]]
 
 @pytest.fixture(
     scope="module",
-    params=[EVERY_TIME, *(pytest.param(turn, marks=pytest.mark.nightly) for turn in NIGHTLY)],
+    params=[(BRIEF,), *(pytest.param(turn, marks=pytest.mark.nightly) for turn in NIGHTLY)],
     ids=",".join,
 )
 def answers(request, tmp_path_factory) -> Answers:

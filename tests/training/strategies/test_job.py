@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -20,18 +20,14 @@ from tests.training.test_recovery import reference, trusting
 
 __all__ = ["trusting"]  # a fixture
 
+pytestmark = pytest.mark.xdist_group("gangs")
+
 STEPS, TRACED = 48, 12  # a busy machine asks for the trace late
 SERVED = {"kind": "parameter-server", "max_staleness": 3}
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[LocalLauncher]:
-    with LocalLauncher() as kept:
-        yield kept
-
-
 def job_of(camp: Camp, name: str, **changes: object) -> TrainJob:
-    wanted = {"ranks": 5, "steps": STEPS, "synchrony": SERVED, "evaluate_every_steps": 10}
+    wanted = {"ranks": 4, "steps": STEPS, "synchrony": SERVED, "evaluate_every_steps": 10}
     return camp.job(name, **(wanted | {"evaluate_sequences": 6} | changes))
 
 
@@ -112,7 +108,7 @@ def test_what_it_learned_is_exported_evaluated_and_saved(
     generations = Generations(camp.store, result.checkpoints[-1].url.rsplit("/", 1)[0])
     newest = generations.find().committed[0]
     position = generations.commit_of(newest, result.config_digest).position
-    assert position["ledger"]["applied"] == {"0": STEPS, "1": STEPS, "2": STEPS}
+    assert position["ledger"]["applied"] == {"0": STEPS, "1": STEPS}
 
 
 def test_a_requested_trace_is_made_by_the_leader_and_by_every_worker(
@@ -124,7 +120,7 @@ def test_a_requested_trace_is_made_by_the_leader_and_by_every_worker(
     )
     made = {each.rank: each for each in events[asked:] if each.event == "trace"}
     assert made[0].step >= TRACED, "the server that took over reports as rank 0"
-    for rank in (0, 2, 3, 4):
+    for rank in (0, 2, 3):
         traced = camp.store.get_bytes(made[rank].data["url"]).decode()
         assert ("aten::mm" if rank else "Optimizer.step") in traced, "its own work"
 
@@ -135,7 +131,7 @@ def test_a_cancelled_job_goes_on_where_it_was_with_other_workers(
 ) -> None:
     story = Story(camp, launcher, lambda story, step: step >= 10 and story.cancel.set())
     with pytest.raises(Cancelled):
-        story.run(job_of(camp, "cancelled"))
+        story.run(job_of(camp, "cancelled", ranks=5))
     saved = story.of("checkpoint")[-1].step
     assert saved >= 10, "the leader saved as it was asked to stop"
     rest = Story(camp, launcher, lambda *_: None)
@@ -194,12 +190,12 @@ def test_a_lost_worker_costs_no_step(camp: Camp, launcher: LocalLauncher) -> Non
             story.kill("worker", story.launcher.pids[3])
 
     story = Story(camp, launcher, kill)
-    result = story.run(job_of(camp, "worker-lost", evaluate_every_steps=0))
+    result = story.run(job_of(camp, "worker-lost", evaluate_every_steps=0, steps=20))
     (restart,) = result.restarts
     assert (restart.kind, restart.failed_rank, restart.lost_steps) == ("failed", 3, 0)
     assert "killed by signal 9" in restart.reason
     assert restart.resumed_step >= 12, "the leader saved before it ended"
-    assert story.steps == list(range(1, STEPS + 1))
+    assert story.steps == list(range(1, 21))
 
 
 @pytest.mark.nightly
