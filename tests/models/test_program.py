@@ -35,7 +35,7 @@ from tests.training.conftest import Camp, camp
 
 __all__ = ["camp"]  # a fixture
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = [pytest.mark.timeout(500), pytest.mark.xdist_group("warm node")]
 # A process that has torch alone: logits of two shapes that were never traced.
 FRESH = """
 import json, sys, torch
