@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from paceline.config import DataSettings
 from paceline.data import Snapshot, build_snapshot
-from paceline.data.formats import ParquetProcess
 from paceline.storage import DiskStore, ObjectStore
 
 
@@ -44,38 +41,3 @@ def texts(tmp_path: Path) -> Path:
 @pytest.fixture
 def snapshot(texts: Path, url: str, settings: DataSettings, store: ObjectStore) -> Snapshot:
     return build_snapshot(str(texts), url, settings, store)
-
-
-@pytest.fixture(scope="session")
-def parquet_readers() -> Iterator[list[Any]]:
-    """The child process that reads Parquet for all tests, once there is one."""
-    found: list[Any] = []
-    yield found
-    for each in found:
-        each.end()
-
-
-@pytest.fixture(autouse=True)
-def one_parquet_reader(parquet_readers: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read one snapshot's files after another's in one process: it takes longer to start than to
-    read. Where a file is not read to its end, the process ends, as it does for users."""
-    start, read = ParquetProcess.__init__, ParquetProcess.samples
-
-    def reuse(self: Any) -> None:
-        if parquet_readers and parquet_readers[0]._process.poll() is None:
-            self._child = parquet_readers[0]
-            return
-        start(self)
-        parquet_readers[:] = [self._child]
-
-    def samples(self: Any, *given: Any, **named: Any) -> Iterator[Any]:
-        self.is_reading = True
-        yield from read(self, *given, **named)
-        self.is_reading = False
-
-    def leave(self: Any, *_: object) -> None:
-        if getattr(self, "is_reading", False):
-            self._child.end()
-
-    for name, each in (("__init__", reuse), ("samples", samples), ("__exit__", leave)):
-        monkeypatch.setattr(ParquetProcess, name, each)

@@ -268,6 +268,31 @@ def test_if_only_slow_or_quarantined_workers_are_left_they_make_the_line(
     assert made.origin_bytes == S
 
 
+@settings(deadline=None, max_examples=25)
+@given(
+    count=st.integers(8, 60),
+    topology=st.sampled_from(RELAYED),
+    slow=st.sets(st.integers(0, 59), max_size=4),
+    data=st.data(),
+)
+def test_with_slow_workers_about_a_death_moves_only_orphans_and_the_slow(
+    count: int, topology: Topology, slow: set[int], data: st.DataObject
+) -> None:
+    fleet = [
+        replace(each, standing=Standing.TAIL if number in slow else Standing.LINE)
+        for number, each in enumerate(racks_of(count, 8))
+    ]
+    order = next_order((), plan(racks_of(count, 8), topology))
+    first = plan(fleet, topology, order=order)
+    dead = data.draw(st.sampled_from([n for n in range(count) if n not in slow]))
+    second = plan(kill(fleet, dead), topology, order=order)
+    check(second, kill(fleet, dead))
+    before, after = lanes(first), lanes(second)
+    tails = {f"node-{number}" for number in slow}
+    changed = {name for name in after if after[name] != before[name]} - tails
+    assert len(changed) <= len(children(first, f"node-{dead}")) + 4 * len(slow)
+
+
 @pytest.mark.parametrize("topology", RELAYED)
 def test_who_completes_in_the_line_keeps_its_place_and_feeds_on(topology: Topology) -> None:
     fleet = racks_of(40, 10)

@@ -12,7 +12,7 @@ from paceline.errors import DeploymentFailed, NotReady
 from paceline.manifest import FileEntry, Manifest, verify_directory
 from paceline.relay import FIRST_RANGE, DirectoryReader, OnSocket
 from paceline.relay.protocol import Extent, PullState, SessionLimits, SourceStream
-from paceline.schemas import Receipt, WorkerLanes, WorkerStatus
+from paceline.schemas import Receipt, Source, WorkerLanes, WorkerStatus
 from tests.relay.kit import (
     DEPLOYMENT,
     damage,
@@ -109,6 +109,24 @@ def paced(tmp_path: Path) -> Iterator[LocalFleet]:
     limits = SessionLimits(window_bytes=131_072, give_up_s=10)
     with LocalFleet(tmp_path / "nodes", NAMES, link_mbit=6, limits=limits) as fleet:
         yield fleet
+
+
+def test_the_line_closes_up_when_its_second_worker_dies(
+    paced: LocalFleet, manifest: Manifest, model: Path
+) -> None:
+    first, second, *rest = order(manifest)
+    paced.deploy(manifest, chain(manifest, model, link_mbit=6)(paced.addresses))
+    until(lambda: (beat := paced.beat(second, DEPLOYMENT)) is not None and beat.pieces_held > 10)
+    paced.drivers[second].server.stop()
+    paced.drivers.pop(second).stop()
+    receipts = paced.receipts(DEPLOYMENT, [first, *rest])
+    assert sum(r.origin_bytes for r in receipts.values()) == manifest.total_size
+    for name in rest:
+        assert receipts[name].refetched_bytes <= 0.02 * manifest.total_size
+        verify_directory(Path(receipts[name].path), manifest)
+    beat = paced.beat(rest[0], DEPLOYMENT)
+    assert beat is not None
+    assert beat.lost_sources == (second,)
 
 
 def test_new_lanes_midway_lose_nothing(paced: LocalFleet, manifest: Manifest, model: Path) -> None:
@@ -327,3 +345,14 @@ def test_a_planted_session_bug_is_caught_on_sockets_too(
     paced.drivers.pop(second).stop()
     with pytest.raises(NotReady):
         paced.receipts(DEPLOYMENT, [third], timeout_s=4)
+
+
+def test_a_dead_source_without_spares_ends_in_a_clear_failure(
+    tmp_path: Path, manifest: Manifest
+) -> None:
+    limits = SessionLimits(give_up_s=1.0)
+    with LocalFleet(tmp_path / "nodes", ["node-0"], limits=limits) as fleet:
+        gone = Source(kind="worker", worker_id="gone", address="127.0.0.1:1")
+        fleet.deploy(manifest, {"node-0": lanes("node-0", manifest, gone)})
+        with pytest.raises(DeploymentFailed, match="PeerLost"):
+            fleet.receipts(DEPLOYMENT)

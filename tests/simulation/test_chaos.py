@@ -91,11 +91,10 @@ def test_sessions_that_forget_the_origins_budget_are_caught(
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("first", range(0, 1000, 50))
-def test_survivors_finish_over_many_seeds(first: int) -> None:
-    for seed in range(first, first + 50):
-        assert simulate(chaos(seed)).violations == (), f"replay with chaos({seed})"
+@pytest.mark.parametrize("seed", range(1000))
+def test_survivors_finish_over_many_seeds(seed: int) -> None:
+    report = simulate(chaos(seed))
+    assert report.violations == (), f"replay with chaos({seed})"
 
 
 @pytest.mark.chaos

@@ -10,13 +10,13 @@ from paceline.schemas import Topology
 from paceline.simulation import Fault, Scenario, Simulation, simulate
 from tests.simulation.kit import scenario, seconds
 
-PIECES = 120
+PIECES = 200
 
 
-def both(pieces: int = PIECES, **options: Any) -> tuple[float, float]:
+def both(**options: Any) -> tuple[float, float]:
     """Return the seconds of the per-piece run and of the coalesced one."""
     reports = [
-        simulate(scenario(6, pieces, coalesce_pieces=coalesce, **options)) for coalesce in (1, 16)
+        simulate(scenario(6, PIECES, coalesce_pieces=coalesce, **options)) for coalesce in (1, 16)
     ]
     for report in reports:
         assert report.violations == ()
@@ -33,7 +33,7 @@ def test_gathered_pieces_take_as_long_as_single_ones(topology: Topology) -> None
 
 
 @pytest.mark.parametrize(
-    ("kind", "who", "rel"), [("silence", "node-2", 0.03), ("kill", "node-0", 0.05)]
+    ("kind", "who", "rel"), [("silence", "node-2", 0.02), ("kill", "node-0", 0.03)]
 )
 def test_gathered_pieces_lose_as_much_to_a_death(kind: Any, who: str, rel: float) -> None:
     fault = Fault(at_s=0.5 * seconds(PIECES), worker=who, kind=kind)
@@ -42,7 +42,7 @@ def test_gathered_pieces_lose_as_much_to_a_death(kind: Any, who: str, rel: float
 
 
 def test_gathered_corruption_costs_what_single_pieces_cost() -> None:
-    single, gathered = both(200, topology=Topology.CHAIN, corrupt=0.02)
+    single, gathered = both(topology=Topology.CHAIN, corrupt=0.02)
     assert gathered == pytest.approx(single, rel=0.05)
 
 

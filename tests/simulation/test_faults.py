@@ -27,7 +27,7 @@ def after(*faults: Fault, topology: Topology = Topology.CHAIN, **options: object
     return report.seconds
 
 
-@pytest.mark.parametrize("topology", [Topology.CHAIN, Topology.MESH])
+@pytest.mark.parametrize("topology", [Topology.CHAIN, Topology.TREE_OF_CHAINS, Topology.MESH])
 def test_a_reset_costs_little(topology: Topology) -> None:
     well = after(topology=topology)
     hurt = after(Fault(at_s=MIDDLE, worker="node-3", kind="kill"), topology=topology)
@@ -38,6 +38,13 @@ def test_silence_costs_a_deadline_more_than_a_reset() -> None:
     reset = after(Fault(at_s=MIDDLE, worker="node-3", kind="kill"))
     silence = after(Fault(at_s=MIDDLE, worker="node-3", kind="silence"))
     assert reset < silence <= reset + 4.0
+
+
+def test_the_head_of_the_line_may_die() -> None:
+    report = simulate(scenario(8, 120, faults=(Fault(at_s=MIDDLE, worker="node-0", kind="kill"),)))
+    assert_well(report)
+    assert report.killed == ("node-0",)
+    assert report.survivors == 7
 
 
 def test_a_worker_that_comes_back_goes_on_from_its_disk() -> None:
@@ -66,6 +73,12 @@ def test_others_do_not_wait_for_a_slow_link() -> None:
     simulation.run()
     others = [h.published_s for name, h in simulation.streams.hosts.items() if name != "node-3"]
     assert max(done for done in others if done is not None) <= 1.2 * seconds(160)
+
+
+def test_corrupt_pieces_travel_one_hop() -> None:
+    report = simulate(scenario(8, 120, corrupt=0.03))
+    assert_well(report)
+    assert report.corrupt_pieces > 0
 
 
 def test_a_sender_that_corrupts_everything_is_left() -> None:

@@ -48,15 +48,15 @@ def test_a_hop_does_not_cost_a_step() -> None:
     fine, coarse = (
         simulate(
             Scenario(
-                workers=30,
-                size_bytes=4_000_000_000,
+                workers=60,
+                size_bytes=20_000_000_000,
                 link_mbit=10_000,
                 topology=Topology.CHAIN,
                 coalesce_pieces=256,
                 step_s=step_s,
             )
         ).seconds
-        for step_s in (0.004, 0.1)
+        for step_s in (0.001, 0.1)
     )
     assert coarse == pytest.approx(fine, abs=0.1)
 
@@ -81,7 +81,7 @@ def test_steps_cost_little_where_pieces_are_repaired(topology: Topology) -> None
     exact, steps = (
         simulate(
             scenario(
-                8, 200, topology=topology, corrupt=0.01, coalesce_pieces=16, step_s=step_s, seed=2
+                8, 400, topology=topology, corrupt=0.01, coalesce_pieces=16, step_s=step_s, seed=2
             )
         )
         for step_s in (0.0, 0.3)  # three pieces; half of it was lost with each repair
@@ -98,8 +98,8 @@ def test_a_fleet_that_hears_of_its_plan_slowly_keeps_it(monkeypatch: pytest.Monk
     slow = replace(Timing(), calls_per_second=2.0)
     late = Simulation(
         Scenario(
-            workers=12,
-            size_bytes=500_000_000,
+            workers=24,
+            size_bytes=1_000_000_000,
             link_mbit=10_000,
             topology=Topology.MESH,
             coalesce_pieces=32,
@@ -121,14 +121,14 @@ def test_a_fleet_that_hears_of_its_plan_slowly_keeps_it(monkeypatch: pytest.Monk
     assert lost == []
     assert report.violations == ()
     assert late.control.deployment.epoch == 1
-    assert report.seconds < report.bound_seconds + 12 / 2 + 1.0
+    assert report.seconds < report.bound_seconds + 24 / 2 + 1.0
 
 
 def test_a_run_leaves_no_cycles_behind() -> None:
     """Collection is off while it runs: what only a collector frees stays until the end."""
     fleet = Scenario(
         workers=24,
-        size_bytes=500_000_000,
+        size_bytes=1_000_000_000,
         link_mbit=10_000,
         topology=Topology.MESH,
         fail=0.2,
