@@ -81,7 +81,7 @@ def whole_run(kind: str, columns: int = 0) -> list:
     counts=st.lists(st.integers(0, 15), min_size=3, max_size=3),
     columns=st.sampled_from([0, 3, 12]),
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_resumed_on_any_number_of_ranks_the_batches_are_those_of_one_run(
     kind, worlds, counts, columns
 ) -> None:

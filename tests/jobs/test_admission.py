@@ -501,7 +501,7 @@ worlds = st.builds(
 )
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(worlds, gangs())
 def test_every_possible_gang_ends_and_each_round_keeps_the_rules(
     world: World, queue: list[Gang]
@@ -517,7 +517,7 @@ def test_every_possible_gang_ends_and_each_round_keeps_the_rules(
     assert world.ended == possible
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(worlds, gangs(), gangs(3), st.randoms(use_true_random=False))
 def test_the_order_of_the_inputs_changes_nothing(
     world: World, queue: list[Gang], later: list[Gang], order: random.Random
@@ -544,7 +544,7 @@ def test_the_order_of_the_inputs_changes_nothing(
     assert list(first.reasons) == list(second.reasons)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(worlds, gangs(), gangs(), st.lists(st.sampled_from(("", "a", "b")), min_size=9, max_size=9))
 def test_of_gangs_that_train_the_same_one_starts_and_none_make_way(
     world: World, earlier: list[Gang], queue: list[Gang], trainings: list[str]
@@ -582,7 +582,7 @@ def gang_before_takes_the_hosts() -> tuple[World, list[Gang], list[Gang]]:
     return World(hosts, {}, {}, leave=2), queue, urgent
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @example(other_team_after_a_preemption())
 @example(gang_before_takes_the_hosts())
 @given(st.tuples(worlds, gangs(), gangs(4)))
@@ -629,7 +629,7 @@ def place_in_queue(each: Gang) -> tuple[int, float, str]:
     return (-each.priority, each.queued_at, each.job_id)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(worlds, gangs(), gangs())
 def test_after_a_reclaim_its_gang_starts_or_one_before_it(
     world: World, borrowers: list[Gang], owners: list[Gang]
@@ -651,7 +651,7 @@ def test_after_a_reclaim_its_gang_starts_or_one_before_it(
         assert any(each.job_id in started and place_in_queue(each) <= last for each in owning)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(worlds, gangs())
 def test_victims_are_needed_each_of_them(world: World, queue: list[Gang]) -> None:
     world.waiting = [replace(each, priority=0) for each in queue]
