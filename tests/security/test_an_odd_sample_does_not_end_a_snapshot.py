@@ -19,10 +19,7 @@ from paceline.errors import InvalidInput
 from paceline.storage import DiskStore
 from paceline.tasks._support.run import StageResult
 from paceline.tasks.prepare import build_data_snapshot
-from tests.data.conftest import one_parquet_reader, parquet_readers
 from tests.security.archives import ODD_MEMBERS, tar_of
-
-__all__ = ["one_parquet_reader", "parquet_readers"]  # fixtures
 
 GOOD = 9
 

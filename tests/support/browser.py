@@ -75,11 +75,19 @@ def _started() -> Any:
 
 def click(browser: Any, xpath: str, timeout_s: float = 30) -> None:
     """Click the first element at ``xpath`` once it can be clicked."""
+    from selenium.common.exceptions import StaleElementReferenceException
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.expected_conditions import element_to_be_clickable
     from selenium.webdriver.support.wait import WebDriverWait
 
-    WebDriverWait(browser, timeout_s).until(element_to_be_clickable((By.XPATH, xpath))).click()
+    def clicked(browser: Any) -> bool:
+        if found := element_to_be_clickable((By.XPATH, xpath))(browser):
+            found.click()
+        return bool(found)
+
+    # A page that draws itself anew replaces elements: one that was found is looked up again.
+    stale = [StaleElementReferenceException]
+    WebDriverWait(browser, timeout_s, ignored_exceptions=stale).until(clicked)
 
 
 def see(browser: Any, xpath: str, timeout_s: float = 30) -> Any:

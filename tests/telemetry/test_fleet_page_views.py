@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import pytest
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
 from paceline.cli.options import call_every
@@ -225,7 +226,7 @@ def test_a_deployment_is_cancelled_and_the_version_before_comes_back(platform: S
             confirm(browser, "Cancel")
             see(browser, "//*[@id='deployments']//*[text()='cancelled']", 60)
             assert client.deployment(third).status == "cancelled"
-            see(browser, "//*[@id='deployments']//button[.//*[text()='m v2']]").click()
+            click(browser, "//*[@id='deployments']//button[.//*[text()='m v2']]")
             confirm(browser, "Roll back")
             see(browser, "//button[.//*[text()='m v1']]//*[text()='active']", 60)
             active = {each.version for each in client.switch(deployments[1]).workers}
@@ -498,7 +499,7 @@ def test_a_job_is_followed_and_paused_in_its_page(platform: Served, services: Se
             choice = "//select[@id='job-attempt'][not(@hidden)]/option"
             services.lines = ["only of attempt 1"]
             see(browser, f"{choice}[1][text()='attempt 2']")
-            see(browser, f"{choice}[2][text()='attempt 1']").click()
+            click(browser, f"{choice}[2][text()='attempt 1']")
             see(browser, "//*[@id='job-log'][text()='only of attempt 1']")
             confirm(browser, "Cancel")
             see(browser, "//*[@id='job-head']//*[text()='cancelling']")
@@ -521,10 +522,30 @@ def test_older_jobs_are_on_the_next_page_and_a_project_is_found(platform: Served
         assert "job 0" in text(browser, "#job-list")
         click(browser, "//*[@id='job-list']//button[text()='Newer']")
         see(browser, f"{rows}[1][contains(., 'job 100')]")
-        click(browser, "//*[@id='job-list']//button[text()='Older']")
+        hold_while_drawn(browser, "//*[@id='job-list']//button[text()='Older']", client)
+        see(browser, "//*[@id='job-list'][contains(., '101 to 102 of 102')]")
         see(browser, "//input[@name='project']").send_keys("voices", Keys.TAB)
         see(browser, f"{rows}[100][contains(., 'job 0')]")
         assert not browser.find_elements("xpath", "//*[@id='job-list']//button"), "one page"
+
+
+def hold_while_drawn(browser: Any, xpath: str, client: CoordinatorClient) -> None:
+    """Press the mouse at ``xpath``; release it when the page has heard of another job."""
+
+    def answers() -> int:
+        mine = "each => each.name.includes('/v1/training-jobs')"
+        every = "performance.getEntriesByType('resource')"
+        return int(browser.execute_script(f"return {every}.filter({mine}).length"))
+
+    def one_more() -> None:
+        before = answers()
+        wait_until(lambda: answers() > before, 30, "the page asked")
+
+    one_more()  # the next one is asked after the press
+    ActionChains(browser).click_and_hold(see(browser, xpath)).perform()
+    adopt(client, name="meanwhile")
+    one_more()
+    ActionChains(browser).release().perform()
 
 
 def end(client: CoordinatorClient, job: TrainingJob, state: JobState, **fields: Any) -> None:

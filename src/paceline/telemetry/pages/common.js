@@ -7,6 +7,13 @@ export const FINAL = new Set(["complete", "failed", "cancelled"]);
 export const ROWS = 200; // most rows of a table; a filter finds the others
 export const $ = id => document.getElementById(id);
 
+// Between press and release nothing is replaced: the click would be lost.
+export const press = {held: false, waiting: []};
+for (const name of ["pointerdown", "pointermove", "pointerup", "pointercancel"]) window.addEventListener(name, event => {
+  press.held = name !== "pointercancel" && event.buttons > 0;
+  if (!press.held && press.waiting.length) setTimeout(() => press.waiting.splice(0).forEach(each => each())); // after the click
+});
+
 export function el(tag, className, ...content) {
   const made = document.createElement(tag);
   if (className) made.className = className;
@@ -98,6 +105,7 @@ export async function api(path, method = "GET", body = undefined) {
     body: body && JSON.stringify(body)});
   if (answer.type === "opaqueredirect") throw new Error("This replica does not lead. Act on the leader's page.");
   const content = await answer.json().catch(() => ({}));
+  if (press.held) await new Promise(done => press.waiting.push(done));
   if (answer.ok) return content;
   const said = [content.detail || "the coordinator answered " + answer.status,
     content.got && "got: " + content.got, content.wanted && "wanted: " + content.wanted, content.do];

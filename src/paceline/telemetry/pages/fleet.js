@@ -1,6 +1,6 @@
 // The fleet page: login, the coordinator's stream, and which view is shown. The items of the stream are
 // described in docs/schemas/event-stream.json; `paceline watch` reads the same ones.
-import {$, FINAL, api, bytes, el, fill, fleet, link, rate, session} from "./common.js";
+import {$, FINAL, api, bytes, el, fill, fleet, link, press, rate, session} from "./common.js";
 import {pollApproval, pollApprovals} from "./approvals.js";
 import {choose, drawDeployments} from "./deployments.js";
 import {drawEvents, keep} from "./events.js";
@@ -18,7 +18,7 @@ const VIEWS = { // what a view draws of the stream, and what it asks for by itse
   approvals: {poll: pollApprovals},
   approval: {poll: pollApproval},
 };
-let view = "overview", subject = "", running = false, heard = null, dirty = false, drawnAt = 0, pressed = false, asking = false;
+let view = "overview", subject = "", running = false, heard = null, dirty = false, drawnAt = 0, asking = false;
 
 class Denied extends Error {}
 
@@ -76,8 +76,7 @@ function connected() {
   $("live").className = "ok";
   $("live").textContent = "live, " + new Date().toLocaleTimeString();
   if (!session.who && !asking) identify();
-  // Between press and release nothing is replaced: the click would be lost.
-  if (dirty && !pressed && performance.now() - drawnAt > DRAW_MS) draw();
+  if (dirty && !press.held && performance.now() - drawnAt > DRAW_MS) draw();
 }
 async function identify() {
   asking = true;
@@ -184,8 +183,6 @@ $("ask").onsubmit = event => {
 };
 $("leave").onclick = () => { sessionStorage.removeItem(STORED); location.replace(location.pathname); };
 $("sure-no").onclick = () => $("sure").close();
-window.onpointerdown = () => { pressed = true; };
-window.onpointerup = window.onpointercancel = () => { pressed = false; };
 window.onhashchange = show;
 window.onresize = () => { if (!$("main").hidden) draw(); };
 window.addEventListener("acted", () => { poll(); count(); });
