@@ -337,16 +337,16 @@ def load(
 ) -> TextModel:
     """Open a model to read and write text: its ``forward``, ``tokenizer`` and limits, on the CPU.
 
-    ``model`` is a directory (of transformers, or an export), s3://bucket/prefix, or
-    models:/name@alias of the installation. What is elsewhere is downloaded to ``into`` (default: a
-    temporary directory, deleted before this returns). ``paceline.evaluation.generate`` writes text.
+    ``model`` is a directory (of transformers, or an export) or its file:// URL, s3://bucket/prefix,
+    or models:/name@alias of the installation. What is elsewhere is downloaded to ``into`` (default:
+    a temporary directory, deleted before this returns). ``paceline.evaluation.generate`` writes
+    text.
     """
     from paceline.evaluation import TextModel
 
-    if into is not None or Path(model).is_dir():
-        return TextModel.open(model_directory(str(model), Path(into or "."), state))
     with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
-        return TextModel.open(model_directory(str(model), Path(scratch) / "model", state))
+        where = Path(scratch) / "model" if into is None else Path(into)
+        return TextModel.open(model_directory(str(model), where, state))
 
 
 def model_directory(
@@ -355,11 +355,14 @@ def model_directory(
     """Return ``model``'s directory; one that is elsewhere is downloaded to ``into``, from
     ``objects`` (default: the installation's store).
 
-    Raises SourceMissing for what is none of a directory, s3://… and models:/….
+    Raises SourceMissing for what is none of a directory, file:///…, s3://… and models:/….
     """
     from paceline.evaluation import download_model
     from paceline.registry import resolve_source
+    from paceline.storage import DiskStore
 
+    if model.startswith("file://"):
+        model = str(DiskStore.path_of(model))
     if (here := Path(model)).is_dir():
         return here
     runtime = installation(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -111,7 +112,7 @@ def test_the_guides_automation_fires_for_a_job_that_needs_a_person(
         for word, here in (
             ("http://127.0.0.1:4200/api", str(api.base_url).rstrip("/")),
             ("https://chat.example/hooks/jobs", f"{hook.url}/hooks/jobs"),
-            ("python", sys.executable),
+            ("python", shlex.quote(sys.executable)),
         ):
             assert word in typed
             typed = typed.replace(word, here)

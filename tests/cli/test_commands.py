@@ -393,7 +393,8 @@ def test_last_is_what_this_user_made_last_on_that_installation(
     assert "Type `paceline evaluate` first" in done.stderr
     (no_login / "paceline/last.json").write_text(json.dumps({str(made.state_dir): "?"}))
     remember(made, "publish.build_snapshot", {"url": "s3://b/3"})
-    os.chown(no_login / "paceline", os.geteuid() + 1, -1)  # tests run as root
+    if os.geteuid() == 0:
+        os.chown(no_login / "paceline", 1, -1)
     remember(made, "publish.build_snapshot", {"url": "s3://b/3"})
     monkeypatch.setenv("XDG_CONFIG_HOME", "/proc/none")
     remember(made, "publish.build_snapshot", {"url": "s3://b/3"})  # and no error

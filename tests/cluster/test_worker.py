@@ -181,7 +181,7 @@ def test_a_worker_over_ssh_is_started_again_and_ends_with_its_connection(tmp_pat
     make_dask_tls(driver.state_dir)
     (tmp_path / "there").mkdir()
     program = tmp_path / "there" / "paceline"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m paceline.cli.main "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m paceline.cli.main "$@"\n')
     program.chmod(0o755)
     prepared(tmp_path / "there" / host.state, Profile())
     identity = tmp_path / "there" / host.state / "identity"

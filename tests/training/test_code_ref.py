@@ -115,12 +115,17 @@ def test_only_sources_on_the_list_are_allowed(tmp_path: Path, directory: str, ho
         f"mine.tasks:make@sha256:{pin}",
         f"mine.tasks.gru:make@sha256:{pin}",
         f"git+https://git.example.org/team/r.git@{commit}#task:make",
+        f"file://{tmp_path}/%74asks/a%20task%40home@sha256:{pin}#task:make",
+        f"git+file://{inside}@{commit}#task:make",
     ):
         require_allowed(parse(text), allowed)
     for text in (
         f"file://{beside}@sha256:{pin}#task:make",
         f"file://{inside}/../../tasks-of-others@sha256:{pin}#task:make",
         f"file://{tmp_path}/tasks/out@sha256:{pin}#task:make",
+        f"file://{inside}/%2e%2e/%2E./tasks-of-others@sha256:{pin}#task:make",
+        f"git+file://{inside}/%2e%2e/.%2e/tasks-of-others@{commit}#task:make",
+        f"git+https://git.example.org/team/%2e%2e/other/r.git@{commit}#task:make",
         f"mine.tasksuite:make@sha256:{pin}",
         f"mine:make@sha256:{pin}",
         BYTE_GRU,
@@ -142,10 +147,11 @@ def test_the_example_is_a_workload(camp: Camp) -> None:
 
 
 def test_a_directory_is_copied_by_its_digest_and_checked_each_time(tmp_path: Path) -> None:
-    source = directory_of(tmp_path / "tasks", "task_one")
+    source = directory_of(tmp_path / "my täsks@home", "task_one")
     text = reference(source, "task_one")
     ref, cache = parse(text), tmp_path / "cache"
     tree = fetch(ref, cache)
+    assert parse(text.replace(" ", "%20").replace("@home", "%40home")).directory == source
     assert tree is not None and (tree / "task_one.py").read_text() == GOOD
     (source / "task_one.py").write_text("raise SystemExit(9)")
     assert fetch(ref, cache) == tree, "what was fetched is kept, whatever its source becomes"
@@ -175,7 +181,7 @@ def test_an_installed_module_is_checked_against_its_digest(
 def test_a_commit_is_fetched_without_a_repository_unless_it_is_unknown(
     tmp_path: Path,
 ) -> None:
-    url, commit = commit_of(tmp_path / "repository", "task_of_git")
+    url, commit = commit_of(tmp_path / "my répository", "task_of_git")
     text = f"{url}@{commit}#task_of_git:make"
     tree = fetch(parse(text), tmp_path / "cache")
     assert tree is not None and not (tree / ".git").exists()
@@ -183,6 +189,8 @@ def test_a_commit_is_fetched_without_a_repository_unless_it_is_unknown(
         text, (f"file://{tmp_path}/",), tmp_path / "cache", TINY, scrub_environment=False
     )
     assert isinstance(workload, Workload)
+    escaped = url.replace(" ", "%20").replace("é", "%C3%A9")
+    assert fetch(parse(f"{escaped}@{commit}#task_of_git:make"), tmp_path / "cache")
     with pytest.raises(ServiceUnavailable, match="cannot be fetched"):
         fetch(parse(f"{url}@{'0' * 40}#task_of_git:make"), tmp_path / "cache")
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from urllib.parse import unquote
 
 from paceline.config import Profile, module_allowed, with_overrides
 from paceline.errors import AccessDenied, InvalidInput
@@ -21,8 +22,9 @@ OPTIMIZER = "training.optimizer_ref"  # and another one
 
 _NAME = r"[A-Za-z_]\w*"
 _ENTRY = rf"(?P<module>{_NAME}(?:\.{_NAME})*):(?P<function>{_NAME})"
-_GIT = re.compile(rf"git\+(?P<url>(?:https|file)://[^\s#]+)@(?P<commit>[^@#]*)#{_ENTRY}")
-_DIRECTORY = re.compile(rf"(?P<url>file://[^\s#@]+)(?:@sha256:(?P<digest>[0-9a-f]*))?#{_ENTRY}")
+_FILE = r"file://[^#\x00-\x1f\x7f]+"  # other letters may stand there percent-encoded, too
+_GIT = re.compile(rf"git\+(?P<url>https://[^\s#]+|{_FILE})@(?P<commit>[^@#]*)#{_ENTRY}")
+_DIRECTORY = re.compile(rf"(?P<url>{_FILE}?)(?:@sha256:(?P<digest>[0-9a-f]*))?#{_ENTRY}")
 _MODULE = re.compile(rf"{_ENTRY}(?:@sha256:(?P<digest>[0-9a-f]*))?")
 
 
@@ -51,7 +53,7 @@ class CodeRef:
     @property
     def directory(self) -> Path:
         """Return the directory of a ``file://`` reference."""
-        return Path(self.url.removeprefix("file://"))
+        return Path(unquote(self.url.removeprefix("file://")))
 
 
 def parse(text: str, dial: str = DIAL) -> CodeRef:
@@ -116,10 +118,12 @@ def with_code(profile: Profile, code_ref: str = "", optimizer_ref: str = "") -> 
 def _covers(source: str, ref: CodeRef) -> bool:
     if ref.kind == "module":
         return module_allowed(ref.module, (source,))
-    if "/../" in f"{ref.url}/" or "/./" in f"{ref.url}/":
+    # git and servers decode %2e%2e before they follow it
+    if any(part in (".", "..") for part in unquote(ref.url).split("/")):
         return False
     if source.startswith(("/", "file:///")):
-        held = Path(source.removeprefix("file://")).resolve()
+        path = source if source.startswith("/") else unquote(source.removeprefix("file://"))
+        held = Path(path).resolve()
         return ref.url.startswith("file://") and ref.directory.resolve().is_relative_to(held)
     return "://" in source and f"{ref.url}/".startswith(f"{source.rstrip('/')}/")
 
