@@ -205,6 +205,9 @@ def test_a_repository_is_imported_only_where_the_profile_names_it(tmp_path: Path
             allowed_source(url, runtime)
         with pytest.raises(AccessDenied):
             allowed_source(url, a_runtime(tmp_path))  # the default: none
+    for name in ("team/../other/llama", "team/./llama", "team//llama", "team/..", "team/%2e%2e/o"):
+        with pytest.raises(InvalidInput, match="not an artefact"):
+            allowed_source(f"oci://registry:5000/{name}:v1", runtime)
     for place in ("acme/", "hf://", "s3://acme", "hf://acme@main"):
         with pytest.raises(ValidationError):
             Profile.model_validate({"security": {"source_repositories": (place,)}})

@@ -83,6 +83,9 @@ def test_a_redirect_to_another_host_is_refused(hub: Hub) -> None:
     with pytest.raises(AccessDenied, match="not allowed") as refused:
         content(of(hub, "*.example.org"), "model.safetensors")
     assert "[hub] redirect_hosts" in refused.value.one_line()
+    hub.redirect_to = f"{hub.cdn_url}\\@cdn.example.org/x"  # urllib reads that host, urllib3 ours
+    with pytest.raises(AccessDenied, match="not allowed"):
+        content(of(hub, "cdn.example.org"), "model.safetensors")
     assert hub.sent_bytes == 0
     hub.redirect_to = "file:///etc/passwd"
     with pytest.raises(AccessDenied):

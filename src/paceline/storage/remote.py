@@ -234,8 +234,9 @@ class RemoteReader:
 
     def _allowed(self, url: str) -> str:
         """Return where a redirect leads; raises AccessDenied for a host that is not allowed."""
-        parts = urlsplit(url)
-        names = {parts.hostname or "", parts.netloc}
+        # By the parser that connects: urlsplit takes another host from "http://one\@other/".
+        parts = urllib3.util.parse_url(url)
+        names = {parts.host or "", parts.netloc or ""}
         secure = parts.scheme == "https" or parts.scheme == self._origin[0]
         hosts = self._access.redirect_hosts
         if self._is_own(url) or (

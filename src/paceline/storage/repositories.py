@@ -30,9 +30,10 @@ _MAIN = "main"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 _REVISION = re.compile(r"[\w./-]{1,200}", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_COMPONENT = r"[a-z0-9]+((\.|__?|-+)[a-z0-9]+)*"  # of a name, as the specification has it: no ".."
 _URL = re.compile(
     r"oci://(?P<host>[A-Za-z0-9.-]+(:[0-9]{1,5})?)/"
-    r"(?P<name>[a-z0-9]+([._/-]+[a-z0-9]+)*)"
+    rf"(?P<name>{_COMPONENT}(/{_COMPONENT})*)"
     r"(:(?P<tag>[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})|@sha256:(?P<digest>[0-9a-f]{64}))?"
 )
 _MANIFESTS = "application/vnd.oci.image.manifest.v1+json"
