@@ -116,16 +116,16 @@ def test_who_never_joins_and_who_hangs_or_dies_in_an_evaluation_is_named(
         guard={
             "max_restarts": 9,
             "failures_per_host": 9,
-            "start_deadline_s": 3.0,
-            "checkpoint_deadline_s": 2.0,
+            "start_deadline_s": 5.0,
+            "checkpoint_deadline_s": 4.0,
         },
     )
     story = run(camp, launcher, job)
     joining, evaluating, died = story.result.restarts
     assert [each.failed_rank for each in story.result.restarts] == [1, 1, 1]
     assert [each.kind for each in story.result.restarts] == ["hung", "hung", "failed"]
-    assert "rank 1 on node-1 hung in phase 'loading' at step 0: nothing for 3." in joining.reason
-    assert "hung in phase 'evaluating' at step 1: nothing for 2." in evaluating.reason
+    assert "rank 1 on node-1 hung in phase 'loading' at step 0: nothing for 5." in joining.reason
+    assert "hung in phase 'evaluating' at step 1: nothing for 4." in evaluating.reason
     assert "was killed by signal 9" in died.reason
     stack = camp.store.get_bytes(f"{joining.stacks_url}/rank-0.txt").decode()
     assert waits_for_peers(stack), "it was joining, or about to"
