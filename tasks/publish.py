@@ -24,9 +24,8 @@ from paceline.manifest import (
 )
 from paceline.models import weight_files, weights_digest
 from paceline.plan import origin_cap_bytes
-from paceline.registry import import_place, published_reference
-from paceline.relay import allowed_source
-from paceline.storage import is_remote, remote_model
+from paceline.registry import allowed_remote_model, import_place, published_reference
+from paceline.storage import is_remote
 from paceline.tasks._support import artifacts, stages
 from paceline.tasks._support.cancelling import noticed, stop_if_cancelled
 from paceline.tasks._support.run import Run, StageResult
@@ -105,7 +104,7 @@ def import_remote(run: Run, url: str) -> StageResult:
     what ``import_model`` does."""
     runtime, profile = run.runtime, run.runtime.profile
     began = time.monotonic()
-    remote = remote_model(allowed_source(url, runtime), profile)
+    remote = allowed_remote_model(url, runtime)
     place = import_place(remote, runtime)
     with publish_progress(run, f"{remote.model_id} {remote.version}") as progress:
         manifest = import_model(

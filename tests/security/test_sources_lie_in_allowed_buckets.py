@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from paceline.api.access import SERVER_SECTIONS
 from paceline.config import Endpoints, Profile, Runtime, Secrets, load_profile
 from paceline.errors import AccessDenied, InvalidInput, InvalidProfile, ServiceUnavailable
+from paceline.registry import allowed_remote_model
 from paceline.relay import (
     DirectoryReader,
     S3Reader,
@@ -25,6 +26,7 @@ from paceline.relay import (
 from paceline.storage import ObjectStore, Signed, is_within
 from paceline.tasks._support.run import Run
 from paceline.tasks.distribute import fetch_model_manifest
+from tests.support.hub import serving_hub
 
 
 def a_runtime(state_dir: Path, *places: str, bucket: str = "own") -> Runtime:
@@ -211,3 +213,22 @@ def test_a_repository_is_imported_only_where_the_profile_names_it(tmp_path: Path
     for place in ("acme/", "hf://", "s3://acme", "hf://acme@main"):
         with pytest.raises(ValidationError):
             Profile.model_validate({"security": {"source_repositories": (place,)}})
+
+
+def test_a_renamed_repository_must_be_allowed_by_its_new_name(tmp_path: Path) -> None:
+    """A hub answers for the old name, whoever has the repository now."""
+    place = tmp_path / "hub/acme/tiny"
+    place.mkdir(parents=True)
+    (place / "config.json").write_text("{}")
+    with serving_hub(tmp_path / "hub") as hub:
+        given = {
+            "hub": {"endpoint": hub.url},
+            "security": {"source_repositories": ("hf://acme/", "hf://old/")},
+        }
+        runtime = a_runtime(tmp_path).model_copy(update={"profile": Profile.model_validate(given)})
+        hub.moved = {"old/tiny": "acme/tiny"}
+        assert allowed_remote_model("hf://old/tiny", runtime).model_id == "acme/tiny"
+        place.parent.rename(place.parent.with_name("others"))
+        hub.moved = {"old/tiny": "others/tiny"}
+        with pytest.raises(AccessDenied, match="hf://others/tiny"):
+            allowed_remote_model("hf://old/tiny", runtime)

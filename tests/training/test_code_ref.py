@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,7 @@ from paceline.training.user_code import (
     tree_digest,
 )
 from tests.support.carried_state import BYTE_GRU, SOURCE
+from tests.support.web import serving
 from tests.training.conftest import Camp
 
 TINY = Task(parameters=10_000, vocabulary=256)
@@ -88,6 +90,8 @@ def commit_of(root: Path, name: str) -> tuple[str, str]:
         ("git+https://u:p@example.org/r.git@" + "a" * 40 + "#task:make", "credentials"),
         ("git+ssh://example.org/r.git@" + "a" * 40 + "#task:make", "cannot be read"),
         ("file://relative@sha256:" + "a" * 64 + "#task:make", "not absolute"),
+        ("git+file://srv/tasks@" + "a" * 40 + "#task:make", "not absolute"),
+        ("git+file:///srv/%00@" + "a" * 40 + "#task:make", "control characters"),
         ("task", "cannot be read"),
         ("task:make; import os", "cannot be read"),
         ("", "cannot be read"),
@@ -191,8 +195,37 @@ def test_a_commit_is_fetched_without_a_repository_unless_it_is_unknown(
     assert isinstance(workload, Workload)
     escaped = url.replace(" ", "%20").replace("é", "%C3%A9")
     assert fetch(parse(f"{escaped}@{commit}#task_of_git:make"), tmp_path / "cache")
-    with pytest.raises(ServiceUnavailable, match="cannot be fetched"):
+    with pytest.raises(AccessDenied, match="on no branch or tag"):
         fetch(parse(f"{url}@{'0' * 40}#task_of_git:make"), tmp_path / "cache")
+    with pytest.raises(ServiceUnavailable, match="cannot be fetched"):
+        fetch(parse(f"{url}-away@{commit}#task_of_git:make"), tmp_path / "cache")
+
+
+def test_a_commit_that_is_only_proposed_is_not_fetched(tmp_path: Path) -> None:
+    """A server has commits in refs/pull/… that anybody sends; a merged one need not be the last."""
+    root = tmp_path / "repository"
+    url, merged = commit_of(root, "task_of_git")
+    _, proposed = commit_of(root, "task_of_others")
+    git = ["git", "-C", str(root)]
+    subprocess.run([*git, "update-ref", "refs/pull/1/head", proposed], check=True)
+    subprocess.run([*git, "reset", "-q", "--hard", merged], check=True)
+    _, newest = commit_of(root, "task_of_git_too")
+    for each in (merged, newest):
+        assert fetch(parse(f"{url}@{each}#task_of_git:make"), tmp_path / "cache")
+    with pytest.raises(AccessDenied, match="on no branch or tag"):
+        fetch(parse(f"{url}@{proposed}#task_of_others:make"), tmp_path / "cache")
+    subprocess.run([*git, "tag", "v1", proposed], check=True)
+    assert fetch(parse(f"{url}@{proposed}#task_of_others:make"), tmp_path / "cache")
+
+
+def test_a_redirect_of_git_is_not_followed(tmp_path: Path) -> None:
+    ref = parse(f"git+https://host/r.git@{'a' * 40}#task:make")
+    with serving(lambda _: (404, b"")) as other:
+        moved = {"Location": f"{other.url}/r.git/info/refs?service=git-upload-pack"}
+        with serving(lambda _: (302, b"", moved)) as allowed:
+            with pytest.raises(ServiceUnavailable, match="cannot be fetched"):
+                fetch(replace(ref, url=f"{allowed.url}/r.git"), tmp_path / "cache")
+            assert allowed.calls and not other.calls
 
 
 def test_a_name_that_is_taken_is_refused_before_it_runs(tmp_path: Path) -> None:

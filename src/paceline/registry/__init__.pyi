@@ -19,6 +19,7 @@ from .lineage import (
 from .registry import Registry as Registry
 from .runs import RunStatus as RunStatus, require_run_prefix as require_run_prefix
 from .sources import (
+    allowed_remote_model as allowed_remote_model,
     import_place as import_place,
     published_reference as published_reference,
     resolve_source as resolve_source,

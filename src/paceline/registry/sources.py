@@ -55,7 +55,7 @@ def resolve_source(
         return source, manifest
     if not is_remote(url):
         return url, fetch_allowed_manifest(url, runtime, store)
-    remote = remote_model(allowed_source(url, runtime), runtime.profile)
+    remote = allowed_remote_model(url, runtime)
     source = import_place(remote, runtime)
     try:
         return source, fetch_allowed_manifest(source, runtime, store)
@@ -66,6 +66,17 @@ def resolve_source(
             where=source,
             do=f"Run: paceline publish {remote.url}",
         ) from error
+
+
+def allowed_remote_model(url: str, runtime: Runtime) -> RemoteModel:
+    """Return the model of a hub or a registry at the revision that ``url`` names now.
+
+    Raises AccessDenied where ``security.source_repositories`` does not have it, also where a hub
+    answers for a renamed repository with another, and what ``remote_model`` does.
+    """
+    found = remote_model(allowed_source(url, runtime), runtime.profile)
+    allowed_source(found.url, runtime)
+    return found
 
 
 def published_reference(model: str) -> tuple[str, str]:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config import scrub_variables
 from paceline.errors import (
+    AccessDenied,
     CorruptData,
     InvalidInput,
     MissingTool,
@@ -292,13 +293,19 @@ def _clone(ref: CodeRef, target: Path) -> None:
         "GIT_ASKPASS": "/bin/false",
         "GIT_ALLOW_PROTOCOL": ref.url.partition("://")[0],
     }
-    settings = ("core.hooksPath=/dev/null", "core.symlinks=false", "safe.directory=*")
+    # A redirect would lead past the allow-list.
+    settings = (
+        "core.hooksPath=/dev/null",
+        "core.symlinks=false",
+        "safe.directory=*",
+        "http.followRedirects=false",
+    )
     options = [word for each in settings for word in ("-c", each)]
 
-    def git(*words: str) -> str:
+    def git(*words: str, at: Path = target) -> str:
         try:
             done = subprocess.run(
-                ["git", *options, "-C", str(target), *words],
+                ["git", *options, "-C", str(at), *words],
                 capture_output=True,
                 text=True,
                 env=environment,
@@ -318,6 +325,20 @@ def _clone(ref: CodeRef, target: Path) -> None:
             ) from error
         return done.stdout.strip()
 
+    # A server also has the commits that anybody proposes (refs/pull/…): those are not the owners'.
+    if ref.pin not in git("ls-remote", "--heads", "--tags", ref.url).split():
+        with tempfile.TemporaryDirectory(dir=target.parent) as made:
+            history = Path(made)
+            git("init", "-q", at=history)
+            git("remote", "add", "origin", ref.url, at=history)
+            git("fetch", "-q", "--filter=tree:0", "--tags", "origin", at=history)
+            if ref.pin not in git("rev-list", "--remotes", "--tags", at=history).split():
+                raise AccessDenied(
+                    "commit is on no branch or tag of its repository",
+                    got=ref.pin,
+                    wanted="one that the owners of the repository have merged",
+                    where=ref.url,
+                )
     git("init", "-q")
     git("fetch", "-q", "--depth", "1", "--no-tags", "--no-recurse-submodules", ref.url, ref.pin)
     git("checkout", "-q", "--detach", ref.pin)

@@ -69,14 +69,11 @@ def parse(text: str, dial: str = DIAL) -> CodeRef:
                 where=where,
             )
         names = found["module"], found["function"], found["url"], found["commit"]
-        return CodeRef(text, "git", *names, dial=dial)
+        return _with_path(CodeRef(text, "git", *names, dial=dial))
     if found := _DIRECTORY.fullmatch(text):
         _require_digest(where, found["digest"], f"directory_digest({found['url']!r})")
         names = found["module"], found["function"], found["url"], found["digest"]
-        ref = CodeRef(text, "directory", *names, dial=dial)
-        if not ref.directory.is_absolute():
-            raise InvalidInput("code directory is not absolute", got=text, wanted="file:///…")
-        return ref
+        return _with_path(CodeRef(text, "directory", *names, dial=dial))
     if found := _MODULE.fullmatch(text):
         _require_digest(where, found["digest"], "module_digest")
         names = found["module"], found["function"], "", found["digest"]
@@ -88,6 +85,16 @@ def parse(text: str, dial: str = DIAL) -> CodeRef:
         "git+https://…@COMMIT#module:function",
         where=dial,
     )
+
+
+def _with_path(ref: CodeRef) -> CodeRef:
+    """Return ``ref``; raises InvalidInput for a file:// URL with a host, which git would ignore."""
+    if ref.url.startswith("file://"):
+        path = str(ref.directory)
+        if not ref.directory.is_absolute() or not path.isprintable():
+            wanted = "file:///… without control characters"
+            raise InvalidInput("code directory is not absolute", got=repr(ref.text), wanted=wanted)
+    return ref
 
 
 def require_allowed(ref: CodeRef, sources: Sequence[str]) -> None:
