@@ -284,67 +284,68 @@ def _clone(ref: CodeRef, target: Path) -> None:
     if shutil.which("git") is None:
         raise MissingTool("git is not installed", wanted="git", do="Install it on every node.")
     target.mkdir(parents=True)
-    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
-    environment = kept | {
-        "HOME": str(target.parent),
-        "GIT_CONFIG_NOSYSTEM": "1",
-        "GIT_CONFIG_GLOBAL": os.devnull,
-        "GIT_TERMINAL_PROMPT": "0",
-        "GIT_ASKPASS": "/bin/false",
-        "GIT_ALLOW_PROTOCOL": ref.url.partition("://")[0],
-    }
-    # A redirect would lead past the allow-list.
-    settings = (
-        "core.hooksPath=/dev/null",
-        "core.symlinks=false",
-        "safe.directory=*",
-        "http.followRedirects=false",
-    )
-    options = [word for each in settings for word in ("-c", each)]
-
-    def git(*words: str, at: Path = target) -> str:
-        try:
-            done = subprocess.run(
-                ["git", *options, "-C", str(at), *words],
-                capture_output=True,
-                text=True,
-                env=environment,
-                timeout=FETCH_S,
-                check=True,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise ServiceUnavailable(
-                "code cannot be fetched", got=f"no answer in {FETCH_S:.0f} s", where=ref.url
-            ) from error
-        except subprocess.CalledProcessError as error:
-            raise ServiceUnavailable(
-                "code cannot be fetched",
-                got=(error.stderr.strip().splitlines() or ["nothing said"])[-1][:300],
-                wanted=f"commit {ref.pin}",
-                where=ref.url,
-            ) from error
-        return done.stdout.strip()
-
     # A server also has the commits that anybody proposes (refs/pull/…): those are not the owners'.
-    if ref.pin not in git("ls-remote", "--heads", "--tags", ref.url).split():
+    if ref.pin not in _git(ref, target, "ls-remote", "--heads", "--tags", ref.url).split():
         with tempfile.TemporaryDirectory(dir=target.parent) as made:
             history = Path(made)
-            git("init", "-q", at=history)
-            git("remote", "add", "origin", ref.url, at=history)
-            git("fetch", "-q", "--filter=tree:0", "--tags", "origin", at=history)
-            if ref.pin not in git("rev-list", "--remotes", "--tags", at=history).split():
+            _git(ref, history, "init", "-q")
+            _git(ref, history, "remote", "add", "origin", ref.url)
+            _git(ref, history, "fetch", "-q", "--filter=tree:0", "--tags", "origin")
+            if ref.pin not in _git(ref, history, "rev-list", "--remotes", "--tags").split():
                 raise AccessDenied(
                     "commit is on no branch or tag of its repository",
                     got=ref.pin,
                     wanted="one that the owners of the repository have merged",
                     where=ref.url,
                 )
-    git("init", "-q")
-    git("fetch", "-q", "--depth", "1", "--no-tags", "--no-recurse-submodules", ref.url, ref.pin)
-    git("checkout", "-q", "--detach", ref.pin)
-    if (got := git("rev-parse", "HEAD")) != ref.pin:
+    _git(ref, target, "init", "-q")
+    alone = ("--depth", "1", "--no-tags", "--no-recurse-submodules")
+    _git(ref, target, "fetch", "-q", *alone, ref.url, ref.pin)
+    _git(ref, target, "checkout", "-q", "--detach", ref.pin)
+    if (got := _git(ref, target, "rev-parse", "HEAD")) != ref.pin:
         raise CorruptData("another commit came", got=got, wanted=ref.pin, where=ref.url)
     shutil.rmtree(target / ".git")
+
+
+def _git(ref: CodeRef, directory: Path, *words: str) -> str:
+    """Return what git says in ``directory``; raises ServiceUnavailable where it fails."""
+    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+    environment = kept | {
+        "HOME": str(directory.parent),
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_TERMINAL_PROMPT": "0",
+        "GIT_ASKPASS": "/bin/false",
+        "GIT_ALLOW_PROTOCOL": ref.url.partition("://")[0],
+    }
+    settings = (
+        "core.hooksPath=/dev/null",
+        "core.symlinks=false",
+        "safe.directory=*",
+        "http.followRedirects=false",  # one would lead past the allow-list
+    )
+    options = [word for each in settings for word in ("-c", each)]
+    try:
+        done = subprocess.run(
+            ["git", *options, "-C", str(directory), *words],
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=FETCH_S,
+            check=True,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ServiceUnavailable(
+            "code cannot be fetched", got=f"no answer in {FETCH_S:.0f} s", where=ref.url
+        ) from error
+    except subprocess.CalledProcessError as error:
+        raise ServiceUnavailable(
+            "code cannot be fetched",
+            got=(error.stderr.strip().splitlines() or ["nothing said"])[-1][:300],
+            wanted=f"commit {ref.pin}",
+            where=ref.url,
+        ) from error
+    return done.stdout.strip()
 
 
 def _changed(ref: CodeRef, got: str) -> CorruptData:
