@@ -14,7 +14,7 @@ from paceline.cluster import Fleet
 from paceline.config import Runtime
 from paceline.errors import AccessDenied
 from paceline.storage import ObjectStore
-from tests.support.stack import paceline, processes_of
+from tests.support.stack import paceline, processes_of, wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -48,6 +48,12 @@ def test_every_server_is_ready_and_the_memory_is_bounded(stack: Runtime) -> None
     states.pop("prefect-worker")  # not waited for
     assert states == dict.fromkeys(("s3", "prefect", "mlflow", "dask", "coordinator"), "ready")
     assert 0 < ended.answer["rss_bytes"] < MEMORY_LIMIT_BYTES
+
+
+def test_prefects_worker_needs_no_directory_of_another_user(stack: Runtime) -> None:
+    """Prefect's own place, /tmp/runner_storage, belongs to whoever had a worker first."""
+    made = stack.state_dir / "prefect-worker/tmp/runner_storage"
+    wait_until(lambda: made.is_dir() and list(made.iterdir()), 120, "the worker has its directory")
 
 
 def test_prefect_serves_its_page_and_refuses_strangers(stack: Runtime) -> None:

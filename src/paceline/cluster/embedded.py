@@ -24,6 +24,11 @@ from paceline.system import ensure_own_directory, is_loopback, write_private
 WORK_POOL = "paceline"
 PLAIN = ("s3", "prefect", "mlflow")  # servers without TLS
 TLS_DIRECTORY = "dask-tls"  # apart from the coordinator's: it is copied to nodes
+# Prefect's worker makes runner_storage/ in the directory of temporary files, which belongs to the
+# user of the machine whose worker was first. Children keep theirs, for sockets have short paths.
+_PREFECT_WORKER = (
+    "import sys, tempfile; tempfile.tempdir = sys.argv.pop(1); from prefect.cli import app; app()"
+)
 CLUSTER_FILE = "cluster.json"  # below <state>/dask; written once every node has joined
 
 
@@ -131,7 +136,8 @@ def _prefect_worker(runtime: Runtime) -> ServiceSpec:
     return ServiceSpec(
         name="prefect-worker",
         argv=(
-            _program("prefect"), "worker", "start",
+            sys.executable, "-c", _PREFECT_WORKER, str(_directory(runtime, "prefect-worker/tmp")),
+            "worker", "start",
             "--pool", WORK_POOL, "--type", "process", "--name", "embedded",
             "--install-policy", "never",
         ),
