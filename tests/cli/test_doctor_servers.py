@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import socket
+from pathlib import Path
 
 import pytest
 
 from paceline.cli.doctor import checks
+from paceline.cluster import LOCK_FILE
+from paceline.config import Endpoints, Profile, Runtime, Secrets
+from paceline.schemas import InstallationStatus, ServiceStatus
 from tests.support.command import paceline
 
 
@@ -50,6 +56,25 @@ def test_mlflow_on_a_file_needs_no_check(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", "sqlite:///mlflow.db")
     done = paceline("doctor", "--servers")
     assert done.returncode == 0, done.stdout
+
+
+def test_a_service_that_ends_again_and_again_is_a_finding(tmp_path: Path) -> None:
+    services = (
+        ServiceStatus(name="prefect-worker", state="restarting", problem="exited", log="a.log"),
+        ServiceStatus(name="dask", state="ready"),
+    )
+    made = InstallationStatus(running=True, pid=os.getpid(), services=services)
+    (tmp_path / "supervisor.json").write_text(made.model_dump_json())
+    none = Endpoints(prefect_api_url="", mlflow_url="", scheduler_address="")
+    runtime = Runtime(profile=Profile(), state_dir=tmp_path, endpoints=none, secrets=Secrets())
+    assert not list(checks.flows_and_cluster(runtime)), "what does not run does not restart"
+    with (tmp_path / LOCK_FILE).open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        held.write(str(os.getpid()))
+        held.flush()
+        (found,) = checks.flows_and_cluster(runtime)
+    assert (found.name, found.status, found.do) == ("prefect-worker", "failed", "Read a.log.")
+    assert found.found == "restarting: exited"
 
 
 @pytest.mark.parametrize(("kinds", "status"), [("A100 A100", "ok"), ("A100 H100 H100", "warning")])

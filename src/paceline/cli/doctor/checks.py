@@ -370,7 +370,13 @@ def gate(runtime: Runtime) -> Iterator[Check]:
 
 @guarded("services")
 def flows_and_cluster(runtime: Runtime) -> Iterator[Check]:
-    """Prefect with its deployments, MLflow, and Dask's scheduler, where they are named."""
+    """Prefect with its deployments, MLflow, and Dask's scheduler, where they are named; and what
+    the installation here starts again and again."""
+    from paceline import cluster
+
+    for each in cluster.status(runtime.state_dir).services:
+        if each.state in ("restarting", "failed"):
+            yield failed(each.name, f"{each.state}: {each.problem}", f"Read {each.log}.")
     endpoints = runtime.endpoints
     if api := endpoints.prefect_api_url:
         do = "Start Prefect's server; 404: register the flows, `python -m paceline.flows.register`."
