@@ -23,7 +23,9 @@ MLFLOW_REFUSES = re.compile(r"[/:]|\.\.")
 
 
 def test_no_two_ids_share_a_name_and_names_without_two_hyphens_stay() -> None:
-    texts = ("".join(each) for size in range(1, 8) for each in itertools.product("a-/", repeat=size))
+    texts = (
+        "".join(each) for size in range(1, 8) for each in itertools.product("a-/", repeat=size)
+    )
     ids = [each for each in texts if re.fullmatch(MODEL_ID, each)]
     names = {registered_name(each) for each in ids}
     assert len(names) == len(ids) > 250
