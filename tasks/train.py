@@ -10,7 +10,13 @@ from functools import partial
 from typing import Any
 
 from paceline.cluster import Node
-from paceline.config import PriceSettings, Profile, TrainingSettings, with_job_settings
+from paceline.config import (
+    PriceSettings,
+    Profile,
+    TrainingSettings,
+    with_job_settings,
+    with_recorded_settings,
+)
 from paceline.data import load_snapshot
 from paceline.errors import Cancelled, InvalidInput, MissingExtra, WorkerLost
 from paceline.jobs import cost_of, money
@@ -279,18 +285,11 @@ def require_base(
 
 
 def _as_it_was(profile: Profile, earlier: TrainJob) -> Profile:
-    """Return ``profile`` with the settings of an earlier job. Where ranks are placed, and the code
-    that runs on nodes, are still the profile's: a record in S3 must not decide them."""
-    kept = ("ranks_per_node", "code_ref", "optimizer_ref")
-    ours = {name: getattr(profile.training, name) for name in kept}
-    model = {} if earlier.task is None else {"context": earlier.task.context}
-    return profile.model_copy(
-        update={
-            "training": earlier.settings.model_copy(update=ours),
-            "data": earlier.data.model_copy(update={"transform": profile.data.transform}),
-            "model": profile.model.model_copy(update=model),
-        }
-    )
+    """Return ``profile`` with the settings of an earlier job, as ``with_recorded_settings``."""
+    context = profile.model.context if earlier.task is None else earlier.task.context
+    model = profile.model.model_copy(update={"context": context})
+    recorded = {"training": earlier.settings, "data": earlier.data, "model": model}
+    return with_recorded_settings(profile, profile.model_copy(update=recorded))
 
 
 def _task_size(run: Run, manifest: Manifest, profile: Profile) -> TaskSize | None:

@@ -11,14 +11,16 @@ from paceline.client import AccessClient, CoordinatorClient
 from paceline.config import Profile, load_runtime
 from paceline.coordinator import TokenRegistry, new_token
 from paceline.coordinator.state import AdmitWorker, IssueToken, RevokeToken
-from paceline.errors import AccessDenied, Conflict
+from paceline.errors import AccessDenied, Conflict, InvalidInput
 from paceline.relay import join
 from paceline.relay.transport import new_request
 from paceline.schemas import (
     CreateJoinToken,
+    CreateToken,
     Heartbeat,
     JoinWorker,
     RegisterWorker,
+    Scope,
     WorkerStatus,
     revoked_admission,
 )
@@ -275,6 +277,23 @@ def test_an_expired_group_admits_nobody():
     with pytest.raises(AccessDenied) as caught:
         book.admit("w", at=60.0)
     assert "has expired" in caught.value.what
+
+
+def test_no_worker_has_the_name_by_which_an_admission_is_barred():
+    """Otherwise the revocation of that worker takes out the node of the admission."""
+    book = Book()
+    admission = book.registry.find(book.admit("w-1")).admission
+    name = revoked_admission(admission)
+    for call in (
+        CreateJoinToken(worker_id=name),
+        CreateToken(name="x", scopes=(Scope.WORKER,), worker_id=name),
+    ):
+        with pytest.raises(InvalidInput, match=r"is not for workers: got join\."):
+            book.registry.handle(IssueToken(token_id="t", sha256="0" * 64, call=call, at=1.0))
+    with pytest.raises(InvalidInput, match=r"is not for workers: got join\."):
+        book.admit(name, key="2" * 64)
+    assert book.registry.find(book.group).joined == 1, "what is refused uses nothing"
+    book.admit("join-1", key="2" * 64)
 
 
 def test_each_node_has_an_admission_of_its_own_to_be_barred_by():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,16 +72,6 @@ class Story:
     def aliases(self) -> tuple[str | None, str | None]:
         found = self.registry.call("get_registered_model", self.model_id).aliases
         return found.get("champion"), found.get("previous")
-
-
-@pytest.fixture
-def near(registry: Registry, mlflow_directory: Path) -> Registry:
-    """The registry by its database instead of its server: a kill at each write is a hundred calls,
-    and a call by HTTP takes 15 ms of CPU time."""
-    from mlflow import MlflowClient
-
-    database = f"sqlite:///{mlflow_directory / 'mlflow.db'}"
-    return Registry(registry.tracking_uri, client=MlflowClient(registry.tracking_uri, database))
 
 
 def test_promotion_moves_the_champion_and_remembers_the_one_before(registry: Registry) -> None:

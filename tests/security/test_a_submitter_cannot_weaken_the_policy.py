@@ -20,13 +20,16 @@ from paceline.config import (
     Secrets,
     save_runtime,
     with_job_settings,
+    with_overrides,
 )
 from paceline.errors import AccessDenied, GateRefused, InvalidInput, InvalidProfile
 from paceline.flows.lifecycle import run_lifecycle
 from paceline.flows.promote import promote_model
-from paceline.schemas import FLOW_PARAMETERS, StartFlow, digest_of
+from paceline.schemas import FLOW_PARAMETERS, StartFlow, TaskSize, TrainJob, digest_of
 from paceline.tasks._support import sealed_records
 from paceline.tasks.promote import recorded_evidence
+from paceline.tasks.train import profile_of
+from paceline.training import store_job
 from tests.security.test_a_forged_report_is_refused import Bucket, recorded, run_of
 
 RUN = "run-20261120-153600-9f3a1c"
@@ -85,6 +88,46 @@ def test_a_trainings_own_settings_change_no_rule(flow: str, settings: dict[str, 
     assert len(str(caught.value)) < 1000
     with pytest.raises(InvalidProfile):
         with_job_settings(Profile(), settings)
+
+
+RECORDED = {
+    "training.guard.preemption": "http://169.254.169.254/latest/meta-data/iam",
+    "training.code_ref": "evil:make",
+    "training.ranks_per_node": 9,
+    "data.transform": "os:system",
+    "data.project": "another",
+    "data.expectations": "s3://elsewhere/all-is-well.yaml",
+    "data.cache_bytes": 2**50,
+    "data.max_bad_share": 0.99,
+}
+RESTORED = {
+    "training.guard.spares": 3,
+    "training.lora": {"r": 5},
+    "training.steps": 7,
+    "model.context": 64,
+    "data.batching": "packed",
+    "data.columns": 2,
+    "data.prefetch_shards": 9,
+}
+
+
+def test_a_record_in_s3_decides_no_setting_of_the_installation() -> None:
+    """Who may write to the bucket chooses no URL that nodes call, and no code or place."""
+    earlier = with_overrides(Profile(), RECORDED | RESTORED)
+    job = TrainJob(
+        job_id="job-1", run_id=RUN, state_dir="/state", model_id="m", version="1",
+        manifest_digest="0" * 64, snapshot_url="s3://b/data", snapshot_digest="0" * 64,
+        purpose="tests", checkpoint_url="s3://paceline/checkpoints", settings=earlier.training,
+        data=earlier.data, task=TaskSize(context=64),
+    )  # fmt: skip
+    run = run_of(Bucket())
+    store_job(job.model_copy(update={"checkpoint_url": run.runtime.checkpoints_url}), run.store)
+    ours = {"training.guard.preemption": "http://127.0.0.1/notice", "training.dpo": {"beta": 0.2}}
+    for profile in (Profile(), with_overrides(Profile(), ours)):
+        run.runtime = run.runtime.model_copy(update={"profile": profile})
+        found = profile_of(run, {"training.steps": 9}, "job-1", "", "")
+        wanted = with_overrides(profile, RESTORED | {"training.steps": 9, "training.dpo": None})
+        assert found == wanted
 
 
 def test_no_flow_has_a_parameter_named_as_a_rule() -> None:

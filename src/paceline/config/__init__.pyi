@@ -20,6 +20,7 @@ from .loading import (
     toml_value as toml_value,
     with_job_settings as with_job_settings,
     with_overrides as with_overrides,
+    with_recorded_settings as with_recorded_settings,
 )
 from .login import (
     CLIENT_FILE as CLIENT_FILE,

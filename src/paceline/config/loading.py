@@ -198,6 +198,21 @@ def with_job_settings(profile: Profile, given: Mapping[str, object]) -> Profile:
     return changed
 
 
+def with_recorded_settings(profile: Profile, recorded: Profile) -> Profile:
+    """Return ``profile`` with the settings of an earlier training, whose record is in S3: of
+    ``recorded`` only what a job may choose, and not where its ranks are placed.
+
+    Raises InvalidProfile for values that a profile may not have.
+    """
+    raw = profile.model_dump(mode="json")
+    raw["training"] = recorded.training.model_dump(mode="json")
+    for key in JOB_SETTINGS:
+        _set(raw, key, attrgetter(key)(recorded))
+    for key in (*INSTALLATION_SETTINGS, "training.ranks_per_node"):
+        _set(raw, key, attrgetter(key)(profile))
+    return _validated(raw, "the settings of the earlier training", {})
+
+
 def with_overrides(profile: Profile, given: Mapping[str, object]) -> Profile:
     """Return ``profile`` with dotted overrides as those of ``load_profile``; raises as that."""
     values = {key: _literal(value) for key, value in given.items()}
@@ -208,6 +223,10 @@ def _changed(profile: Profile, given: Mapping[str, object], where: str) -> Profi
     raw = profile.model_dump(mode="json")
     for key, value in given.items():
         _set(raw, key, value)
+    return _validated(raw, where, given)
+
+
+def _validated(raw: dict[str, Any], where: str, given: Mapping[str, object]) -> Profile:
     try:
         return Profile.model_validate(raw)
     except ValidationError as error:

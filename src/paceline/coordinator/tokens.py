@@ -186,6 +186,7 @@ class TokenRegistry:
 
     def _issue(self, event: IssueToken) -> list[Effect]:
         call, at = event.call, event.at
+        _require_worker_name(call.worker_id or "")
         if isinstance(call, CreateToken):
             if call.worker_id is not None and call.scopes != (Scope.WORKER,):
                 raise InvalidInput(
@@ -255,6 +256,7 @@ class TokenRegistry:
         return [*(each for each in others if each is not record), record]
 
     def _admit(self, event: AdmitWorker) -> list[Effect]:
+        _require_worker_name(event.worker_id)
         shown, group, at = self._usable(event.spends, event), None, event.at
         if shown.nodes is not None:
             group, shown = shown, self._member(shown, event)
@@ -432,6 +434,18 @@ def unusable_reason(record: TokenRecord, now: float, key_sha256: str | None = No
     if record.expires_at is not None and record.expires_at <= now:
         return "has expired"
     return None
+
+
+def _require_worker_name(worker_id: str) -> None:
+    """Raise InvalidInput for a name by which peers would refuse an admission, not a worker."""
+    if worker_id.startswith(start := revoked_admission("")):
+        raise InvalidInput(
+            "this name is not for workers",
+            got=worker_id,
+            wanted=f"one that does not begin with {start!r}",
+            where="worker_id",
+            do="Join under another --worker-id.",
+        )
 
 
 def _is_within(address: str, networks: Iterable[str]) -> bool:

@@ -125,8 +125,8 @@ class MetricPoint(NamedTuple):
 
 
 def registered_name(model_id: str) -> str:
-    """Return the name of a model in MLflow, whose names have no ``/``."""
-    return model_id.replace("/", "--")
+    """Return the name of a model in MLflow, whose names have no ``/``; no two ids share one."""
+    return model_id.replace("--", "~~").replace("/", "--")  # ids have no "~"
 
 
 def published_version(source_url: str) -> str:

@@ -52,6 +52,7 @@ def resolve_source(
                 where=f"{url} at {source}",
                 do="Publish again under a new version, and register that.",
             )
+        _require_asked(url, manifest.model_id)
         return source, manifest
     if not is_remote(url):
         return url, fetch_allowed_manifest(url, runtime, store)
@@ -121,20 +122,11 @@ def resolve_version(uri: str, mlflow_url: str, authorization: str = "") -> tuple
     ``authorization`` is "user:password", or "": as the environment says. Raises InvalidInput,
     NotFound, AccessDenied and ServiceUnavailable.
     """
-    text = uri.removeprefix(SCHEME)
-    name, at, alias = text.rpartition("@")
-    if not at:
-        name, _, number = text.rpartition("/")
-    if not uri.startswith(SCHEME) or not name or not (alias if at else number.isdecimal()):
-        raise InvalidInput(
-            "not a model's address", got=uri[:300], wanted="models:/name@alias or models:/name/7"
-        )
+    name, selector = _parts(uri)
     if not mlflow_url:
         raise InvalidInput("no MLflow server is known", got=uri, wanted="endpoints.mlflow_url")
-    named = {"name": registered_name(name)}
-    call, fields = ("registered-models/alias", named | {"alias": alias})
-    if not at:
-        call, fields = ("model-versions/get", named | {"version": number})
+    call = "registered-models/alias" if "alias" in selector else "model-versions/get"
+    fields = {"name": registered_name(name), **selector}
     path = f"{_API}/{call}?{urlencode(fields, quote_via=quote)}"
     server = mlflow_server(mlflow_url)
     answer = server.call("GET", path, headers=mlflow_headers(authorization), timeout_s=TIMEOUT_S)
@@ -147,7 +139,7 @@ def resolve_version(uri: str, mlflow_url: str, authorization: str = "") -> tuple
             "the registry has no such version or alias",
             got=uri,
             where=mlflow_url,
-            do="Look at the model's page in MLflow.",
+            do="Name the model by its id, and look at its page in MLflow.",
         )
     try:
         if answer.status != 200:
@@ -160,3 +152,29 @@ def resolve_version(uri: str, mlflow_url: str, authorization: str = "") -> tuple
     if not digest:
         raise NotFound("this version is bound to no manifest", where=where)
     return found.source, digest
+
+
+def _parts(uri: str) -> tuple[str, dict[str, str]]:
+    """Return the model's id, and MLflow's field that selects its version; raises InvalidInput."""
+    text = uri.removeprefix(SCHEME)
+    name, at, alias = text.rpartition("@")
+    if not at:
+        name, _, number = text.rpartition("/")
+    if not uri.startswith(SCHEME) or not name or not (alias if at else number.isdecimal()):
+        raise InvalidInput(
+            "not a model's address", got=uri[:300], wanted="models:/name@alias or models:/name/7"
+        )
+    return name, {"alias": alias} if at else {"version": number}
+
+
+def _require_asked(uri: str, model_id: str) -> None:
+    """Raise Conflict where ``uri`` names another model than ``model_id``, whose version it is."""
+    asked, _ = _parts(uri)
+    if model_id != asked:
+        raise Conflict(
+            "the registry has a version of another model under this name",
+            got=model_id,
+            wanted=asked,
+            where=f"{uri}, {registered_name(asked)} in MLflow",
+            do="Delete it there, or move its alias to a version of this model.",
+        )
