@@ -306,16 +306,40 @@ def test_an_invalid_flow_run_id_does_not_spoil_the_request(server: Web, rest: Re
     assert len(server.calls) == 1
 
 
-def test_a_crash_is_recorded_by_force_and_a_cancel_is_not(server: Web) -> None:
+def test_a_crash_is_recorded_by_force_and_a_cancel_is_not(server: Web, rest: Rest) -> None:
+    rest.body = b'{"tags": ["paceline"]}'
     starter = PrefectStarter(server.url)
     starter.cancel(RUN)
     starter.crash(RUN, "its process is gone")
     for call, kind, force in zip(
-        server.calls, ("CANCELLING", "CRASHED"), (False, True), strict=True
+        server.calls[1:], ("CANCELLING", "CRASHED"), (False, True), strict=True
     ):
         assert call.path == f"/flow_runs/{RUN}/set_state"
         body = json.loads(call.body)
         assert (body["state"]["type"], body["force"]) == (kind, force)
+
+
+@pytest.mark.parametrize(
+    ("tag", "is_ours"),
+    [
+        ("paceline", True),
+        ("run:run-20260101-000000-abcdef", True),
+        ("run:nightly", False),
+        ("another", False),
+    ],
+)
+def test_only_flow_runs_of_paceline_are_cancelled(
+    server: Web, rest: Rest, tag: str, is_ours: bool
+) -> None:
+    rest.body = json.dumps({"tags": [tag]}).encode()
+    starter = PrefectStarter(server.url)
+    if is_ours:
+        starter.cancel(RUN)
+    else:
+        for named in (RUN, "../admin"):
+            with pytest.raises(NotFound):
+                starter.cancel(named)
+    assert [each.method for each in server.calls] == ["GET", "POST"][: 1 + is_ours]
 
 
 def test_the_last_lines_of_a_log_are_read_from_its_end(server: Web, rest: Rest) -> None:

@@ -61,20 +61,19 @@ def token(rest: Rest, of: str | None, *scopes: str, bound: str = "team") -> str:
     return str(rest.call("POST", "/tokens", rest.owner, body).json()["token"])
 
 
-def start(rest: Rest, token: str, flow: str = "sweep", **changes: Any) -> Any:
+def start(rest: Rest, token: str, flow: str = "sweep", run_id: str = RUN, **changes: Any) -> Any:
     parameters = SWEEP | changes if flow == "sweep" else changes
-    return rest.call(
-        "POST", "/flows", token, {"flow": flow, "run_id": RUN, "parameters": parameters}
-    )
+    body = {"flow": flow, "run_id": run_id, "parameters": parameters}
+    return rest.call("POST", "/flows", token, body)
 
 
 def test_it_starts_and_cancels_a_sweep_of_its_team(rest: Rest, prefect: Prefect) -> None:
     path = f"/flows/{FLOW_RUN}"
     for number, bound in enumerate(("team", "project"), 1):
-        ann = token(rest, "nlp", bound=bound)
-        assert start(rest, ann).status_code == 201
+        ann, run_id = token(rest, "nlp", bound=bound), f"{RUN[:-1]}{number}"
+        assert start(rest, ann, run_id=run_id).status_code == 201
         assert prefect.started[-1]["parameters"][bound] == "nlp"
-        assert start(rest, ann, **{bound: "vision"}).status_code == 403
+        assert start(rest, ann, run_id=run_id, **{bound: "vision"}).status_code == 403
         assert len(prefect.started) == number
         assert rest.call("DELETE", path, token(rest, "vision", bound=bound)).status_code == 403
         assert rest.call("DELETE", path, ann).status_code == 200

@@ -113,7 +113,7 @@ def create_app(
     app.state.coordinator, app.state.replica, app.state.jobs = coordinator, replica, jobs
     add_observation(app, coordinator, jobs, runtime.profile, url=url, replica_id=replica_id)
     for router in (
-        make_router(runtime, coordinator, admission.is_outdated),
+        make_router(runtime, coordinator, jobs, flows, admission.is_outdated),
         make_access_router(coordinator, admission, authenticator),
         make_purpose_router(coordinator),
         make_flow_router(runtime, coordinator, jobs, flows),

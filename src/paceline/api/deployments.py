@@ -16,13 +16,21 @@ from typing import Annotated, TypeVar
 from fastapi import APIRouter, Header, HTTPException, Path as PathParameter, Query, Response
 from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.api.event_stream import is_shown
-from paceline.api.flow_runs import note_submitter
+from paceline.api.flow_runs import require_own_flow_run
+from paceline.api.flow_starter import PrefectStarter
+from paceline.api.limits import BufferedBody
 from paceline.api.problems import PROBLEM, problem_response
 from paceline.config import Runtime
-from paceline.coordinator import Coordinator, current_caller, require_worker
+from paceline.coordinator import (
+    Coordinator,
+    current_caller,
+    is_own_run,
+    note_submitter,
+    require_worker,
+)
 from paceline.coordinator.state import (
     Activate,
     AwaitCommands,
@@ -41,6 +49,7 @@ from paceline.errors import (
     PacelineError,
     ServiceUnavailable,
 )
+from paceline.jobs import JobTable
 from paceline.schemas import (
     APPROVAL,
     APPROVAL_REQUEST,
@@ -58,6 +67,7 @@ from paceline.schemas import (
     RaiseOriginBudget,
     Registered,
     RegisterWorker,
+    Scope as Access,
     Sha256,
     SignedRead,
     SignRead,
@@ -86,22 +96,30 @@ Known = TypeVar("Known", bound=BaseModel)
 
 
 def make_router(
-    runtime: Runtime, coordinator: Coordinator, is_outdated: Callable[[], bool]
+    runtime: Runtime,
+    coordinator: Coordinator,
+    table: JobTable,
+    starter: PrefectStarter | None,
+    is_outdated: Callable[[], bool],
 ) -> APIRouter:
-    """Return the routes of ``coordinator``."""
+    """Return the routes of ``coordinator``; ``starter`` is None without Prefect."""
     router = APIRouter(responses=PROBLEM)
-    _add_deployments(router, coordinator)
+    _add_deployments(router, coordinator, table, starter)
     _add_workers(router, coordinator, is_outdated)
     _add_signing(router, runtime, coordinator)
-    _add_ledger(router, coordinator)
+    _add_ledger(router, coordinator, table)
     _add_observation(router, coordinator)
     return router
 
 
-def _add_deployments(router: APIRouter, coordinator: Coordinator) -> None:
+def _add_deployments(
+    router: APIRouter, coordinator: Coordinator, table: JobTable, starter: PrefectStarter | None
+) -> None:
     @router.post("/deployments", status_code=201, tags=["deployments"])
     def create_deployment(call: CreateDeployment, idempotency_key: Key = None) -> CreatedDeployment:
         """Distribute a model version to every target worker."""
+        if call.flow_run_id:  # it is cancelled with the deployment
+            require_own_flow_run(call.flow_run_id, table, coordinator, starter)
         return coordinator.create(call, idempotency_key)
 
     @router.get("/deployments", tags=["deployments"])
@@ -258,13 +276,24 @@ def _add_signing(router: APIRouter, runtime: Runtime, coordinator: Coordinator) 
         return SignedRead(url=made, valid_s=valid_s)
 
 
-def _add_ledger(router: APIRouter, coordinator: Coordinator) -> None:
+def _add_ledger(router: APIRouter, coordinator: Coordinator, table: JobTable) -> None:
+    def is_readable(record: StageRecord) -> bool:
+        is_flow = Access.LEDGER in current_caller().scopes  # which goes on with what others made
+        return is_flow or bool(is_own_run(coordinator, table.jobs, record.run_id))
+
     @router.get("/ledger/{stage}/{input_digest}", tags=["ledger"])
     def get_stage(stage: Stage, input_digest: Digest) -> StageRecord:
-        """Return the recorded result of a stage for these inputs."""
+        """Return the recorded result of a stage for these inputs. To a token that is bound to a
+        team or project, without scope ledger, of its own runs alone."""
         record = coordinator.stage(stage, input_digest)
         if record is None:
             raise NotFound("the stage has not finished for these inputs", got=input_digest)
+        if not is_readable(record):
+            raise AccessDenied(
+                "a run of others recorded it",
+                got=f"run {record.run_id}",
+                wanted="a run of the token's team and project",
+            )
         return record
 
     @router.put("/ledger/{stage}/{input_digest}", tags=["ledger"])
@@ -462,30 +491,3 @@ async def _decide(
         assert isinstance(slow, HeartbeatAnswer)
         return slow
     return answer
-
-
-class BufferedBody:
-    """Buffers a request's body, so that the route can read it again."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._messages: list[Message] = []
-        self._error: HTTPException | None = None
-
-    async def body(self) -> bytes:
-        """Return the whole body; raises AccessMiddleware's HTTPException if it is too long."""
-        try:
-            while not self._messages or self._messages[-1].get("more_body", False):
-                self._messages.append(await self._receive())
-        except HTTPException as error:
-            self._error = error
-            raise
-        return b"".join(each.get("body", b"") for each in self._messages)
-
-    async def again(self) -> Message:
-        """Return the next message, as if none had been read."""
-        if self._messages:
-            return self._messages.pop(0)
-        if self._error is not None:
-            raise self._error
-        return await self._receive()

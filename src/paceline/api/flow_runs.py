@@ -17,7 +17,7 @@ from fastapi import APIRouter, Path as PathParameter, Query
 
 from paceline import __version__
 from paceline.api.flow_starter import PrefectStarter
-from paceline.api.job_views import require_job_owner
+from paceline.api.job_views import own_training, require_job_owner
 from paceline.api.problems import PROBLEM
 from paceline.config import (
     DEFAULT_S3,
@@ -33,9 +33,13 @@ from paceline.coordinator import (
     audit_event,
     current_call,
     current_caller,
+    is_own_run,
+    is_submitter,
     owner_of,
     refuse_own,
     require_owner,
+    submitters,
+    submitting,
 )
 from paceline.errors import (
     AccessDenied,
@@ -55,8 +59,6 @@ from paceline.schemas import (
     APPROVAL_REQUEST,
     FLOW_PARAMETERS,
     MODEL_ID,
-    OF_TEAM,
-    SUBMITTERS,
     Approval,
     ApprovalList,
     ApprovalRequest,
@@ -126,9 +128,12 @@ def make_flow_router(
     def start_flow(call: StartFlow) -> FlowRunView:
         """Start one of the installation's flows, or find the run that an earlier call started."""
         _require_allowed(call, runtime.profile, lambda url: allowed_source(url, runtime))
-        call = _of_caller(call)
-        note_submitter(coordinator, call.run_id)  # before the flow can ask for an approval
-        made = _require_prefect(starter).run(call.flow, call.run_id, call.parameters)
+        call = _of_caller(call, table)
+        prefect = _require_prefect(starter)
+        with submitting(
+            coordinator, table.jobs, call.run_id, lambda: not prefect.page_of_run(call.run_id)
+        ):
+            made = prefect.run(call.flow, call.run_id, call.parameters)
         if (request := current_call.get()) is not None:
             request.on.update(flow=call.flow, run_id=call.run_id, flow_run_id=made.flow_run_id)
             name = EventName.CHANGE_ACCEPTED
@@ -216,51 +221,31 @@ def _require_prefect(starter: PrefectStarter | None) -> PrefectStarter:
 
 def _require_own(found: FlowRunView, table: JobTable, coordinator: Coordinator) -> None:
     """Raise AccessDenied for the run of a job or a flow of another team or project; where it names
-    neither, for a bound token that did not submit it."""
+    neither, of a run that is not the caller's."""
     jobs = (each for each in table.jobs() if found.flow_run_id in flow_runs(each).values())
     if (job := next(jobs, None)) is not None:  # its parameters name no team
         require_job_owner(job)
     elif found.team or found.project:
         require_owner(found.team or "default", found.project)
-    elif (caller := current_caller()).is_bound and caller.token_id not in submitters(
-        coordinator, found.run_id
-    ):
+    elif not is_own_run(coordinator, table.jobs, found.run_id):
         raise AccessDenied(
             "the flow run is not this token's",
             got=found.flow_run_id,
-            wanted="one that it submitted, or a token that is bound to no team or project",
+            wanted="one that a token of its team and project submitted, or an unbound token",
         )
 
 
-def note_submitter(coordinator: Coordinator, run_id: str, *, unless_known: bool = False) -> None:
-    """Record the caller as one of those who submitted ``run_id``, and whether one is of a team."""
-    kept, caller = _submission(coordinator, run_id), current_caller()
-    known = _tokens(kept)
-    if caller.token_id not in known and not (known and unless_known):
-        of_team = caller.is_bound or bool(kept.get(OF_TEAM))
-        names = known | {caller.token_id: caller.name}
-        made = {"tokens": names, OF_TEAM: of_team}
-        _keep(coordinator, SUBMITTERS, digest_of(run_id), run_id, made)
-
-
-def submitters(coordinator: Coordinator, run_id: str) -> dict[str, str]:
-    """Return the tokens (id → name) that submitted ``run_id``."""
-    return _tokens(_submission(coordinator, run_id))
+def require_own_flow_run(
+    flow_run_id: str, table: JobTable, coordinator: Coordinator, starter: PrefectStarter | None
+) -> None:
+    """Raise AccessDenied where the caller's token is bound, and the flow run another's; NotFound
+    where it is none of this installation."""
+    if current_caller().is_bound:
+        _require_own(_require_prefect(starter).view(flow_run_id), table, coordinator)
 
 
 def _names(coordinator: Coordinator, run_id: str) -> tuple[str, ...]:
     return tuple(sorted(submitters(coordinator, run_id).values()))
-
-
-def _tokens(kept: Mapping[str, object]) -> dict[str, str]:
-    tokens = kept["tokens"]
-    assert isinstance(tokens, dict)  # only this module writes it
-    return tokens
-
-
-def _submission(coordinator: Coordinator, run_id: str) -> Mapping[str, object]:
-    record = coordinator.stage(SUBMITTERS, digest_of(run_id))
-    return {"tokens": {}} if record is None else record.output
 
 
 def _request_of(coordinator: Coordinator, run_id: str) -> ApprovalRequest:
@@ -348,9 +333,8 @@ def _decided(
             where=run_id,
             do="Submit it again, as a new run.",
         )
-    who = submitters(coordinator, run_id)
     policy = runtime.profile.gate.policy(request.model_id)
-    own = caller.token_id in who or caller.name in who.values()
+    own = is_submitter(coordinator, run_id)
     if call.approved and own and policy.approval == "four-eyes":
         refuse_own("who submitted a promotion cannot approve it", run_id)
     approval = Approval(
@@ -362,18 +346,13 @@ def _decided(
         approver=caller.name,
         token_id=caller.token_id,
         at=now,
-        submitters=tuple(sorted(who.values())),
+        submitters=_names(coordinator, run_id),
     )
     if (made := current_call.get()) is not None:
         made.on.update(run_id=run_id, evidence=request.evidence_digest, approved=str(call.approved))
-    _keep(coordinator, APPROVAL, request.key, run_id, approval.model_dump(mode="json"))
+    output = approval.model_dump(mode="json")
+    coordinator.save_stage(StageRecord.of(APPROVAL, request.key, output, run_id))
     return request, approval
-
-
-def _keep(
-    coordinator: Coordinator, stage: str, key: str, run_id: str, output: dict[str, object]
-) -> None:
-    coordinator.save_stage(StageRecord.of(stage, key, output, run_id))
 
 
 def _client_profile(runtime: Runtime) -> dict[str, object]:
@@ -440,10 +419,13 @@ def _require_allowed(call: StartFlow, profile: Profile, allow: Callable[[str], o
         allow(model)
 
 
-def _of_caller(call: StartFlow) -> StartFlow:
-    """Return ``call`` with the team and project of its jobs; raises AccessDenied for what the token
-    may not."""
+def _of_caller(call: StartFlow, table: JobTable) -> StartFlow:
+    """Return ``call`` with the team and project of its jobs, and the training that it goes on from;
+    raises AccessDenied for what the token may not."""
     _require_scope(call.flow)
+    if continued := call.parameters.get("continue_from"):
+        training = {"continue_from": own_training(str(continued), table)}
+        call = call.model_copy(update={"parameters": call.parameters | training})
     if "team" not in FLOW_PARAMETERS[call.flow]:
         return call
     named = (str(call.parameters.get(each) or "") for each in ("team", "project"))

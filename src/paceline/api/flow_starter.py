@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -33,6 +34,7 @@ from paceline.errors import (
 from paceline.schemas import (
     FLOW_PARAMETERS,
     INTERRUPTED,
+    RUN_ID,
     Deployment,
     DeploymentStatus,
     EventName,
@@ -48,6 +50,7 @@ log = logging.getLogger(__name__)
 
 FLOW = "distribute-model/distribute-model"  # as prefect.yaml registers it
 TAG = "paceline"  # of every flow run that is started here
+RUN_TAG = re.compile(f"run:{RUN_ID.strip('^$')}")  # of every flow run of our flows, as it begins
 ATTEMPTS = 100  # of one client's run, each after one that ended badly
 LINES = 200  # records of a log, in one answer
 MESSAGE_CHARS = 4000
@@ -145,9 +148,7 @@ class PrefectStarter:
 
         Raises NotFound for a flow run that was not started for Paceline.
         """
-        found = self._call("GET", f"/flow_runs/{quote(flow_run_id, safe='')}")
-        if TAG not in found["tags"]:
-            raise NotFound("no such flow run of this installation", got=flow_run_id)
+        found = self._found(flow_run_id, lambda tag: tag == TAG)
         below = {"flow_runs": {"parent_flow_run_id": {"any_": [flow_run_id]}}, "limit": AT_ONCE}
         runs = [
             flow_run_id,
@@ -162,6 +163,14 @@ class PrefectStarter:
         asked = {"logs": {"flow_run_id": {"any_": runs}}, **wanted}
         lines = [each["message"] for each in self._call("POST", "/logs/filter", asked)]
         return self._view_of(found, lines[::-1] if tail else lines)
+
+    def _found(self, flow_run_id: str, is_ours: Callable[[str], bool]) -> Any:
+        """Return Prefect's record of a flow run; raises NotFound where none of its tags is ours."""
+        if _is_id(flow_run_id):
+            found = self._call("GET", f"/flow_runs/{quote(flow_run_id, safe='')}")
+            if any(map(is_ours, found["tags"])):
+                return found
+        raise NotFound("no such flow run of this installation", got=flow_run_id)
 
     def page_of_run(self, run_id: str) -> str | None:
         """Return the page of the newest flow run of a run of the lifecycle or of one flow."""
@@ -224,7 +233,12 @@ class PrefectStarter:
         return found
 
     def cancel(self, flow_run_id: str) -> None:
-        """Request cancellation of the flow run; idempotent."""
+        """Request cancellation of the flow run; idempotent.
+
+        Raises NotFound for one that is not Paceline's, because callers name flow runs.
+        """
+        # One that a command started has its run's tag alone.
+        self._found(flow_run_id, lambda tag: tag == TAG or bool(RUN_TAG.fullmatch(tag)))
         # Through CANCELLING, as Prefect's own page does: the runner ends its process first.
         self._set_state(flow_run_id, {"type": "CANCELLING", "name": "Cancelling"})
 

@@ -15,8 +15,8 @@ from fastapi import APIRouter, Path as PathParameter, Query
 from paceline.api.flow_starter import ENDED, LINES, PrefectStarter
 from paceline.api.routes import JOBS
 from paceline.config import Runtime
-from paceline.coordinator import may_see, require_owner
-from paceline.errors import NotFound, PacelineError
+from paceline.coordinator import current_caller, may_see, require_owner
+from paceline.errors import AccessDenied, NotFound, PacelineError
 from paceline.jobs import JobTable, flow_runs, used
 from paceline.registry import Registry
 from paceline.schemas import (
@@ -39,6 +39,29 @@ MLFLOW_RETRY_S = 10.0
 def require_job_owner(job: TrainingJob) -> None:
     """Raise AccessDenied where the caller's token is bound to another team or project."""
     require_owner(job.spec.team, job.spec.project)
+
+
+def own_training(given: str, table: JobTable) -> str:
+    """Return the id of the training that ``given`` is or begins, as far as the caller may go on
+    with it: any for a token that is bound to no team or project, else one of a job of its own.
+
+    Raises AccessDenied for another.
+    """
+    if not given or not current_caller().is_bound:
+        return given
+    own = [each for each in table.jobs() if may_see(each.spec.team, each.spec.project)]
+    reported = {each.report.training_id for each in own if each.report}
+    found = {each for each in reported if each.startswith(given)}
+    if given in found:
+        return given
+    if len(found) != 1:
+        raise AccessDenied(
+            "no training of this token's to continue from",
+            got=f"{given}, which {len(found)} trainings of its jobs begin with",
+            wanted="the id of the training of a job of its team and project",
+            do="`paceline jobs list` shows the jobs, `paceline jobs show` one's training.",
+        )
+    return found.pop()
 
 
 class ShownJob:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastapi import APIRouter, Header
 
 from paceline.api.flow_starter import PrefectStarter
-from paceline.api.job_views import JobId, ShownJob, add_reading, require_job_owner
+from paceline.api.job_views import JobId, ShownJob, add_reading, own_training, require_job_owner
 from paceline.api.problems import PROBLEM
 from paceline.api.routes import COSTS, JOBS
 from paceline.config import Profile, Runtime, with_job_settings
@@ -23,6 +23,7 @@ from paceline.coordinator import (
     Coordinator,
     current_call,
     current_caller,
+    is_submitter,
     may_see,
     owner_of,
     refuse_own,
@@ -127,7 +128,9 @@ def _add_submitting(
                 wanted="endpoints.prefect_api_url",
                 do="Have an operator name the server: `paceline init --prefect URL`.",
             )
-        job = _new_job(_with_owner(call), new_run_id(), key)
+        continued = own_training(call.continue_from, table)
+        call = _with_owner(call.model_copy(update={"continue_from": continued}))
+        job = _new_job(call, new_run_id(), key)
         job = job.model_copy(update={"spec": _with_judgement(job.spec, runtime.profile)})
         if key is None or not any(each.job_id == job.job_id for each in table.jobs()):
             _require_possible(job, runtime, coordinator)
@@ -222,17 +225,19 @@ def _add_changing(
     @router.post(f"{JOBS}/{{job_id}}/review")
     def review_job(job_id: JobId, call: ReviewJob) -> JobView:
         """Accept or reject a job that passed bad data over. Where the policy of its model is
-        four-eyes, its submitter accepts nothing."""
+        four-eyes, who submitted it, its run or its sweep accepts nothing."""
         require_no_secrets(call)
+        job = table.job(job_id)
+        own = job.submitted_by == current_caller().name or any(
+            is_submitter(coordinator, run) for run in (job.run_id, job.spec.sweep) if run
+        )
+        return shown(change(job_id, lambda job: _reviewed(job, call, runtime.profile, own)))
 
-        return shown(change(job_id, lambda job: _reviewed(job, call, runtime.profile)))
 
-
-def _reviewed(job: TrainingJob, call: ReviewJob, profile: Profile) -> TrainingJob:
+def _reviewed(job: TrainingJob, call: ReviewJob, profile: Profile, own: bool) -> TrainingJob:
     """Return ``job`` accepted or rejected by the caller; raises Conflict where it waits for no
-    review, AccessDenied where its submitter may not accept it."""
+    review, AccessDenied where its submitter (``own``) may not accept it."""
     policy = profile.gate.policy(job.spec.model_id)
-    own = job.submitted_by == current_caller().name
     if call.accepted and own and policy.approval == "four-eyes":
         refuse_own("who submitted a job may not accept it", job.job_id)
     if job.state is not JobState.NEEDS_REVIEW:

@@ -207,3 +207,30 @@ class HttpProtocol(HttpToolsProtocol):
         if self._headers_timer is not None:
             self._headers_timer.cancel()
             self._headers_timer = None
+
+
+class BufferedBody:
+    """Buffers a request's body, so that the route can read it again."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._messages: list[Message] = []
+        self._error: HTTPException | None = None
+
+    async def body(self) -> bytes:
+        """Return the whole body; raises AccessMiddleware's HTTPException if it is too long."""
+        try:
+            while not self._messages or self._messages[-1].get("more_body", False):
+                self._messages.append(await self._receive())
+        except HTTPException as error:
+            self._error = error
+            raise
+        return b"".join(each.get("body", b"") for each in self._messages)
+
+    async def again(self) -> Message:
+        """Return the next message, as if none had been read."""
+        if self._messages:
+            return self._messages.pop(0)
+        if self._error is not None:
+            raise self._error
+        return await self._receive()

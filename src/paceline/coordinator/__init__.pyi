@@ -22,6 +22,13 @@ from .ledger import LedgerEntry as LedgerEntry, LedgerIndex as LedgerIndex
 from .notifier import EventRing as EventRing, Notifier as Notifier
 from .state.settings import CoordinatorSettings as CoordinatorSettings
 from .state.state import CoordinatorState as CoordinatorState
+from .submitters import (
+    is_own_run as is_own_run,
+    is_submitter as is_submitter,
+    note_submitter as note_submitter,
+    submitters as submitters,
+    submitting as submitting,
+)
 from .tokens import (
     INCLUDES as INCLUDES,
     KEEP_ENDED_S as KEEP_ENDED_S,
