@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from paceline.training import (
     require_same,
     train_again,
 )
+from paceline.training.reproduce import reproduction_job  # what it trains, without training
 from tests.support.carried_state import BYTE_GRU
 from tests.training.conftest import Camp, run
 
@@ -66,6 +68,14 @@ def test_another_seed_is_refused_and_compared_only_when_asked(
     assert [each.what for each in found.differences] == ["configuration digest"]
     left = f"{recorded.job.checkpoint_url}/{found.again_job_id}"
     assert camp.store.list(left), "what came out otherwise is kept, to be looked at"
+
+
+def test_a_recorded_address_of_notices_is_not_asked(camp: Camp, recorded: Recorded) -> None:
+    settings = recorded.job.settings
+    guard = settings.guard.model_copy(update={"preemption": "http://169.254.169.254/latest"})
+    job = recorded.job.model_copy(update={"settings": settings.model_copy(update={"guard": guard})})
+    again = reproduction_job(replace(recorded, job=job), camp.runtime)
+    assert again.settings.guard == settings.guard
 
 
 def test_the_first_step_that_parts_is_named(recorded: Recorded) -> None:

@@ -74,12 +74,15 @@ def train_again(
 
 def reproduction_job(recorded: Recorded, runtime: Runtime) -> TrainJob:
     """Return ``recorded``'s job with a new id, for this machine, in deterministic mode."""
+    settings = recorded.job.settings
+    ours = {"preemption": runtime.profile.training.guard.preemption}  # an address of the machine's
+    changes = {"deterministic": True, "guard": settings.guard.model_copy(update=ours)}
     return recorded.job.model_copy(
         update={
             "job_id": f"{recorded.job.job_id[:100]}-again-{secrets.token_hex(3)}",
             "state_dir": str(runtime.state_dir),
             "deterministic": True,
-            "settings": recorded.job.settings.model_copy(update={"deterministic": True}),
+            "settings": settings.model_copy(update=changes),
             "skip_batches": recorded.result.skipped_batches or recorded.job.skip_batches,
         }
     )
