@@ -598,6 +598,12 @@ def test_a_support_bundle_holds_no_secret(
     log.parent.mkdir(exist_ok=True)
     private = "-----BEGIN PRIVATE KEY-----\nMIGHAgEAMBMGByqGSM49\n-----END PRIVATE KEY-----"
     lines = [*secrets, f"Bearer {issued}", private, "http://ann:opensesame@proxy/x", "a plain line"]
+    shaped = (f"hf_{'a1' * 17}", f"ghp_{'b2' * 18}", f"AKIA{'C3' * 8}")
+    lines += [
+        f"GET https://{shaped[0]}@hub/x",
+        *shaped,
+        "https://host/x?X-Goog-Signature=d4e5f6a7b8",
+    ]
     log.write_text("\n".join(lines))
     done = paceline("doctor", "--state", person.runtime.state_dir, "--bundle", "support.tar.gz")
     assert stat.S_IMODE((laptop / "support.tar.gz").stat().st_mode) == 0o600
@@ -605,7 +611,7 @@ def test_a_support_bundle_holds_no_secret(
     with tarfile.open(laptop / "support.tar.gz") as bundle:
         texts = {each.name: bundle.extractfile(each).read().decode() for each in bundle}
     everything = "\n".join(texts.values())
-    for each in (*secrets, issued, "MIGHAgEAMBMGByqGSM49", "opensesame"):
+    for each in (*secrets, issued, *shaped, "MIGHAgEAMBMGByqGSM49", "opensesame", "d4e5f6a7"):
         assert each not in everything, each
     assert "a plain line" in texts["paceline-support/logs/logs/server.log"]
     assert json.loads(texts["paceline-support/settings.json"])["profile"]["storage"]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from paceline.config import Profile
-from paceline.errors import Conflict, GateRefused, NotFound
+from paceline.errors import Conflict, GateRefused, InvalidInput, NotFound
 from paceline.manifest import build_manifest
-from paceline.registry import Registry, resolve_source
+from paceline.registry import Registry, resolve_source, resolve_version
 from paceline.registry.lineage import registered_name
 from paceline.schemas import MODEL_ID, Evidence
 from tests.registry.bundles import make_evidence
@@ -32,6 +32,11 @@ def test_no_two_ids_share_a_name_and_names_without_two_hyphens_stay() -> None:
     assert not [each for each in names if MLFLOW_REFUSES.search(each)]
     assert all(registered_name(each) == each.replace("/", "--") for each in ids if "--" not in each)
     assert registered_name("acme--tiny") != registered_name("acme/tiny") == "acme--tiny"
+
+
+def test_a_name_copied_from_mlflow_is_refused_with_the_reason() -> None:
+    with pytest.raises(InvalidInput, match="the name being the model's id"):
+        resolve_version("models:/acme~~tiny@champion", "http://127.0.0.1:9")
 
 
 @pytest.fixture

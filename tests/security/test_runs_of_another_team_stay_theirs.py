@@ -90,9 +90,9 @@ def submitters(rest: Rest) -> set[str]:
     return set(answer.json()["output"]["tokens"].values()) if answer.status_code == 200 else set()
 
 
-def recorded(rest: Rest, stage: str, key: str) -> str:
+def recorded(rest: Rest, stage: str, key: str, given: dict[str, Any] | None = None) -> str:
     """Have a flow of the run record a stage; return the record's path."""
-    output = {"notes": ["ours"]}
+    output = given or {"notes": ["ours"]}
     body = {
         "stage": stage, "input_digest": key, "output": output, "output_digest": digest_of(output),
         "run_id": RUN, "seconds": 0.0, "finished_at": time.time(),
@@ -185,6 +185,47 @@ def test_a_deployment_names_no_flow_run_of_another_team(
         prefect.run["tags"] = [tag]
         FlowRunSupervisor(coordinator, starter).run_once()
         assert prefect.cancels == cancels, tag
+
+
+def test_a_bound_flow_adopts_no_run_of_another_team(rest: Rest, prefect: Prefect) -> None:
+    """A job's team is whose its flow run is: who adopts one takes it over."""
+    vision = rest.person("cai", "train", "deploy", team="vision")
+    assert start(rest, vision, "promote-model", model_id="m").status_code == 201
+    flow = rest.person("flow", "train", "deploy", "ledger", team="nlp")
+    other = {"run_id": RUN.replace("153600", "153601"), "flow_run_id": FLOW_RUN[:-1] + "2"}
+    mine = {"run_id": RUN, "flow_run_id": FLOW_RUN}
+    for asked in (mine, mine | {"run_id": other["run_id"]}, other | {"run_id": RUN}):
+        prefect.run["id"] = asked["flow_run_id"]
+        body = {"spec": JOB | {"resources": {}}, **asked}
+        assert rest.call("POST", "/v1/training-jobs/adopt", flow, body).status_code == 403, asked
+    prefect.run["id"] = FLOW_RUN
+    assert rest.call("GET", f"/flows/{FLOW_RUN}", vision).status_code == 200
+
+
+# --- approvals
+
+
+def test_a_promotion_of_another_team_is_not_shown(rest: Rest) -> None:
+    cai = rest.person("cai", "train", "deploy", "approve", team="vision")
+    assert start(rest, cai, "promote-model", model_id="m").status_code == 201
+    request = {
+        "model_id": "m", "evidence_digest": "a" * 64, "report_digest": "b" * 64,
+        "policy_digest": "c" * 64, "run_id": RUN, "expires_at": time.time() + 900,
+        "version": "2", "flow_run_id": FLOW_RUN, "page": "",
+    }  # fmt: skip
+    recorded(rest, "approval-request", digest_of(RUN), request)
+    ann, bob = rest.person("ann", "train", "approve", team="nlp"), rest.person("bob", "read")
+    listed = {
+        name: len(rest.call("GET", "/approvals", token).json()["approvals"])
+        for name, token in (("ann", ann), ("bob", bob), ("cai", cai))
+    }
+    assert listed == {"ann": 0, "bob": 1, "cai": 1}
+    decision = {"evidence_digest": "a" * 64, "approved": True}
+    for refused in (
+        rest.call("GET", f"/approvals/{RUN}", ann),
+        rest.call("POST", f"/approvals/{RUN}", ann, decision),
+    ):
+        assert refused.status_code == 403 and "another team" in refused.text
 
 
 # --- four eyes

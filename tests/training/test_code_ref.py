@@ -218,6 +218,22 @@ def test_a_commit_that_is_only_proposed_is_not_fetched(tmp_path: Path) -> None:
     assert fetch(parse(f"{url}@{proposed}#task_of_others:make"), tmp_path / "cache")
 
 
+def test_any_repository_ends_with_a_tree_or_one_error(tmp_path: Path) -> None:
+    """A branch has a name in another encoding; of a shallow repository parents are missing."""
+    root, shallow = tmp_path / "repository", tmp_path / "shallow"
+    url, first = commit_of(root, "task_of_git")
+    branch = os.fsencode("caf\udce9")
+    subprocess.run(["git", "-C", str(root), "branch", branch], check=True)
+    _, tip = commit_of(root, "task_of_git_too")
+    for each in (tip, first):
+        assert fetch(parse(f"{url}@{each}#task_of_git:make"), tmp_path / "cache")
+    subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{root}", shallow], check=True)
+    url = f"git+file://{shallow}"
+    assert fetch(parse(f"{url}@{tip}#task_of_git:make"), tmp_path / "cache")
+    with pytest.raises((AccessDenied, ServiceUnavailable)):
+        fetch(parse(f"{url}@{first}#task_of_git:make"), tmp_path / "cache")
+
+
 def test_a_redirect_of_git_is_not_followed(tmp_path: Path) -> None:
     ref = parse(f"git+https://host/r.git@{'a' * 40}#task:make")
     with serving(lambda _: (404, b"")) as other:

@@ -11,6 +11,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Annotated
 
 from fastapi import APIRouter, Path as PathParameter, Query
@@ -59,6 +60,7 @@ from paceline.schemas import (
     APPROVAL_REQUEST,
     FLOW_PARAMETERS,
     MODEL_ID,
+    AdoptJob,
     Approval,
     ApprovalList,
     ApprovalRequest,
@@ -158,18 +160,34 @@ def make_flow_router(
         _require_prefect(starter).cancel(flow_run_id)
         return Success()
 
-    _add_approvals(router, runtime, coordinator, starter)
+    _add_approvals(router, runtime, coordinator, table, starter)
     return router
 
 
 def _add_approvals(
-    router: APIRouter, runtime: Runtime, coordinator: Coordinator, starter: PrefectStarter | None
+    router: APIRouter,
+    runtime: Runtime,
+    coordinator: Coordinator,
+    table: JobTable,
+    starter: PrefectStarter | None,
 ) -> None:
     records = ObjectStore.from_runtime(runtime)  # its clients are made at the first read
 
+    def is_anothers(run_id: str) -> bool:
+        return is_own_run(coordinator, table.jobs, run_id) is False
+
+    def require_not_anothers(run_id: str) -> None:
+        if is_anothers(run_id):
+            raise AccessDenied(
+                "this promotion is of another team or project",
+                got=run_id,
+                wanted="one that a token of the same team and project submitted",
+            )
+
     @router.get("/approvals", tags=["flows"])
     def list_approvals() -> ApprovalList:
-        """List the promotions that wait for a person, the first to expire first."""
+        """List the promotions that wait for a person, the first to expire first; to a token that is
+        bound to a team or project, none that another one submitted."""
         requests = [
             ApprovalRequest.model_validate(each.output)
             for each in coordinator.stages(APPROVAL_REQUEST)
@@ -177,7 +195,9 @@ def _add_approvals(
         waiting = [
             each
             for each in requests
-            if each.expires_at > time.time() and coordinator.stage(APPROVAL, each.key) is None
+            if each.expires_at > time.time()
+            and coordinator.stage(APPROVAL, each.key) is None
+            and not is_anothers(each.run_id)
         ]
         return ApprovalList(
             approvals=tuple(sorted(waiting, key=lambda each: each.expires_at)),
@@ -187,6 +207,7 @@ def _add_approvals(
     @router.get("/approvals/{run_id}", tags=["flows"])
     def get_approval(run_id: Annotated[Name, PathParameter()]) -> ApprovalShown:
         """Return a run's promotion, the evidence to judge it by, and the decision if any."""
+        require_not_anothers(run_id)
         return _shown(records, runtime, coordinator, run_id)
 
     @router.post("/approvals/{run_id}", tags=["flows"])
@@ -195,6 +216,7 @@ def _add_approvals(
     ) -> ApprovalShown:
         """Approve or reject a promotion that waits, as the owner of the caller's token; then the
         flow goes on. The same decision may be sent again."""
+        require_not_anothers(run_id)
         request, approval = _decided(runtime, coordinator, run_id, call)
         word = "approve" if approval.approved else "reject"
         answer = {"decision": word, "reason": approval.reason}
@@ -219,15 +241,19 @@ def _require_prefect(starter: PrefectStarter | None) -> PrefectStarter:
     return starter
 
 
-def _require_own(found: FlowRunView, table: JobTable, coordinator: Coordinator) -> None:
+def _require_own(
+    found: FlowRunView, table: JobTable, coordinator: Coordinator, unknown: bool = False
+) -> None:
     """Raise AccessDenied for the run of a job or a flow of another team or project; where it names
-    neither, of a run that is not the caller's."""
+    neither, of a run that is not the caller's. ``unknown``: pass where nothing says whose it is."""
     jobs = (each for each in table.jobs() if found.flow_run_id in flow_runs(each).values())
     if (job := next(jobs, None)) is not None:  # its parameters name no team
         require_job_owner(job)
     elif found.team or found.project:
         require_owner(found.team or "default", found.project)
-    elif not is_own_run(coordinator, table.jobs, found.run_id):
+    elif (own := is_own_run(coordinator, table.jobs, found.run_id)) is False or (
+        own is None and not unknown
+    ):
         raise AccessDenied(
             "the flow run is not this token's",
             got=found.flow_run_id,
@@ -242,6 +268,18 @@ def require_own_flow_run(
     where it is none of this installation."""
     if current_caller().is_bound:
         _require_own(_require_prefect(starter).view(flow_run_id), table, coordinator)
+
+
+def require_free(
+    call: AdoptJob, table: JobTable, coordinator: Coordinator, starter: PrefectStarter | None
+) -> None:
+    """Raise AccessDenied where the caller's token is bound, and the flow run or its run another's:
+    who has the job of a flow run has that, too."""
+    if is_own_run(coordinator, table.jobs, call.run_id) is False:
+        raise AccessDenied("the run is another's", got=call.run_id, wanted="a run of one's own")
+    if current_caller().is_bound and starter is not None:
+        with suppress(NotFound):
+            _require_own(starter.view(call.flow_run_id), table, coordinator, unknown=True)
 
 
 def _names(coordinator: Coordinator, run_id: str) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Header
 
+from paceline.api.flow_runs import require_free
 from paceline.api.flow_starter import PrefectStarter
 from paceline.api.job_views import JobId, ShownJob, add_reading, own_training, require_job_owner
 from paceline.api.problems import PROBLEM
@@ -90,7 +91,7 @@ def make_job_router(
     """Return the routes; without ``flows`` (no Prefect server) nothing can be submitted."""
     router = APIRouter(responses=PROBLEM, tags=["jobs"])
     shown = ShownJob(runtime, table, flows)
-    _add_submitting(router, runtime, coordinator, table, shown)
+    _add_submitting(router, runtime, coordinator, table, shown, flows)
     add_reading(router, table, shown, flows)
 
     @router.get(COSTS)
@@ -110,6 +111,7 @@ def _add_submitting(
     coordinator: Coordinator,
     table: JobTable,
     shown: ShownJob,
+    starter: PrefectStarter | None,
 ) -> None:
     recent = RecentCosts(table.jobs, runtime)
 
@@ -139,7 +141,9 @@ def _add_submitting(
 
     @router.post(f"{JOBS}/adopt", status_code=201)
     def adopt_job(call: AdoptJob) -> JobView:
-        """Admit a training whose flow runs already; the flow waits until its job is admitted."""
+        """Admit a training whose flow runs already; the flow waits until its job is admitted. A
+        token that is bound to a team or project names no flow run and no run of another one."""
+        require_free(call, table, coordinator, starter)
         job = _new_job(
             _with_owner(call.spec), call.run_id, digest_of([call.run_id, call.flow_run_id])
         )

@@ -133,6 +133,7 @@ def _prefect_server(runtime: Runtime) -> ServiceSpec:
 
 def _prefect_worker(runtime: Runtime) -> ServiceSpec:
     home = _directory(runtime, "prefect-worker")
+    shutil.rmtree(home / "tmp/runner_storage", ignore_errors=True)  # of workers that were killed
     return ServiceSpec(
         name="prefect-worker",
         argv=(

@@ -36,16 +36,19 @@ def is_own_run(coordinator: Coordinator, jobs: Jobs, run_id: str) -> bool | None
     """Return whether ``run_id`` is the caller's: every run for a token that is bound to no team or
     project, else what a token of its team and project submitted. None: nothing says whose it is.
 
-    Of a run that no token submitted over REST, ``jobs`` say it.
+    Of a run that no token submitted over REST, or one whose record has ended, ``jobs`` say it.
     """
     caller = current_caller()
     if not caller.is_bound:
         return True
-    if who := submitters(coordinator, run_id):
-        known = filter(None, map(coordinator.tokens.find, who))
-        return caller.token_id in who or any(sees(caller, x.team, x.project) for x in known)
-    of_run = [each.spec for each in jobs() if each.run_id == run_id]
-    return all(may_see(each.team, each.project) for each in of_run) if of_run else None
+    who = submitters(coordinator, run_id)
+    if caller.token_id in who:
+        return True
+    if known := [each for each in map(coordinator.tokens.find, who) if each is not None]:
+        return any(sees(caller, each.team, each.project) for each in known)
+    if of_run := [each.spec for each in jobs() if each.run_id == run_id]:
+        return all(may_see(each.team, each.project) for each in of_run)
+    return False if who else None
 
 
 @contextmanager

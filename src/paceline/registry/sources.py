@@ -160,9 +160,12 @@ def _parts(uri: str) -> tuple[str, dict[str, str]]:
     name, at, alias = text.rpartition("@")
     if not at:
         name, _, number = text.rpartition("/")
-    if not uri.startswith(SCHEME) or not name or not (alias if at else number.isdecimal()):
+    known = uri.startswith(SCHEME) and re.fullmatch(MODEL_ID, name)
+    if not known or not (alias if at else number.isdecimal()):
         raise InvalidInput(
-            "not a model's address", got=uri[:300], wanted="models:/name@alias or models:/name/7"
+            "not a model's address",
+            got=uri[:300],
+            wanted="models:/name@alias or models:/name/7, the name being the model's id",
         )
     return name, {"alias": alias} if at else {"version": number}
 

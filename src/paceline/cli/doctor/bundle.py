@@ -24,6 +24,7 @@ from paceline.cluster import SECRETS_FILE
 from paceline.config import Runtime, scrub_variables
 from paceline.schemas import Diagnosis
 from paceline.system import write_private
+from paceline.text import without_passwords
 
 REMOVED = "[removed]"
 LOG_BYTES = 256 * 1024  # of each log, its end
@@ -52,7 +53,8 @@ class Redactor:
 
     def __call__(self, text: str) -> str:
         """Return ``text`` without secrets."""
-        return _LOOKS_SECRET.sub(REMOVED, self._known.sub(REMOVED, text))
+        known = self._known.sub(REMOVED, text)
+        return without_passwords(_LOOKS_SECRET.sub(REMOVED, known))
 
 
 def secrets_of(runtime: Runtime | None) -> Iterator[str]:

@@ -290,7 +290,8 @@ def _clone(ref: CodeRef, target: Path) -> None:
             history = Path(made)
             _git(ref, history, "init", "-q")
             _git(ref, history, "remote", "add", "origin", ref.url)
-            _git(ref, history, "fetch", "-q", "--filter=tree:0", "--tags", "origin")
+            commits = () if ref.url.startswith("file://") else ("--filter=tree:0",)
+            _git(ref, history, "fetch", "-q", *commits, "--tags", "origin")
             if ref.pin not in _git(ref, history, "rev-list", "--remotes", "--tags").split():
                 raise AccessDenied(
                     "commit is on no branch or tag of its repository",
@@ -317,6 +318,8 @@ def _git(ref: CodeRef, directory: Path, *words: str) -> str:
         "GIT_TERMINAL_PROMPT": "0",
         "GIT_ASKPASS": "/bin/false",
         "GIT_ALLOW_PROTOCOL": ref.url.partition("://")[0],
+        # For a parent that a server does not have git would start itself again, without end.
+        "GIT_NO_LAZY_FETCH": "1",
     }
     settings = (
         "core.hooksPath=/dev/null",
@@ -329,7 +332,8 @@ def _git(ref: CodeRef, directory: Path, *words: str) -> str:
         done = subprocess.run(
             ["git", *options, "-C", str(directory), *words],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",  # names of branches are any bytes
             env=environment,
             timeout=FETCH_S,
             check=True,
