@@ -25,6 +25,7 @@ from tests.registry.bundles import make_evidence
 from tests.security.kit import Rest
 from tests.security.test_a_forged_report_is_refused import BASE, Bucket, judged, run_of
 from tests.support.hugging_face import CHATML, write_tokenizer
+from tests.support.web import Call, serving
 
 CHECK = "snapshot that may judge"
 OF_BEFORE = "8" * 64
@@ -105,9 +106,16 @@ def test_a_team_does_not_choose_what_judges_its_first_champion(
 def test_the_coordinator_records_that_a_team_submitted_a_run(
     tmp_path: Path, bound: dict[str, str]
 ) -> None:
+    def answer(call: Call) -> tuple[int, bytes]:
+        """Know of no flow run, and break off each start."""
+        return (200, b"[]") if call.path.endswith("/filter") else (500, b"{}")
+
     profile = Profile.model_validate({"security": {"failures_per_minute": 1e9}})
-    endpoints = Endpoints(prefect_api_url="http://127.0.0.1:9/api")
-    with contextlib.closing(Rest(tmp_path / "state", profile=profile, endpoints=endpoints)) as rest:
+    with contextlib.ExitStack() as stack:
+        web = stack.enter_context(serving(answer))
+        endpoints = Endpoints(prefect_api_url=f"{web.url}/api")
+        rest = Rest(tmp_path / "state", profile=profile, endpoints=endpoints)
+        stack.callback(rest.close)
         free, ann = rest.person("bob", "deploy"), rest.person("ann", "deploy", "train", **bound)
         body = {"flow": "promote-model", "run_id": RUN, "parameters": {"model_id": "m"}}
         for token in (ann, free):  # who comes later does not free the run
