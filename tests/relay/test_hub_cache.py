@@ -120,3 +120,15 @@ def test_a_restart_mends_what_a_killed_process_left(tmp_path: Path, model: Path)
     assert found(cache).name == COMMITS[1]
     with pytest.raises(huggingface_hub.errors.LocalEntryNotFoundError):
         found(cache, COMMITS[0])
+
+
+def test_two_ids_share_no_repository(tmp_path: Path, model: Path) -> None:
+    """The hub has no name with two hyphens, and its directories write a slash as two."""
+    store, cache = Store(tmp_path / "store"), tmp_path / "store/hub"
+    publish(store, version(model, "1", "acme/big/tiny"), model)
+    for model_id in ("acme/big--tiny", "acme-/tiny"):
+        publish(store, version(model, "2", model_id), model)
+        store.activate(model_id, "2")
+    assert [each.name for each in cache.iterdir()] == ["models--acme--big--tiny"]
+    assert [each.name for each in (cache / "models--acme--big--tiny/snapshots").iterdir()] == ["1"]
+    assert (cache / "models--acme--big--tiny/refs/main").read_text() == "1"

@@ -24,9 +24,11 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")  # found without a file in refs/
 
 
 def _repository(store: Path, model_id: str) -> Path | None:
-    if "/" not in model_id:
+    name = model_id.replace("/", "--")
+    # Of two ids with the same name one is no repository's: the hub refuses "--" in names.
+    if "/" not in model_id or name.replace("--", "/") != model_id:
         return None
-    return store / DIRECTORY / f"models--{model_id.replace('/', '--')}"
+    return store / DIRECTORY / f"models--{name}"
 
 
 def shown(store: Path) -> set[tuple[str, str]]:
