@@ -111,7 +111,8 @@ def test_ranks_run_together_and_a_killed_one_ends_all(kept: LocalLauncher) -> No
 
 def test_the_first_to_fail_is_named_with_its_last_words(kept: LocalLauncher) -> None:
     orders = {
-        "0": {"fail": "peer reset", "code": 75, "steps": 8},  # a moment after the other
+        # A moment after the other, also where that one is forked late.
+        "0": {"fail": "peer reset", "code": 75, "steps": 8, "pace_s": 0.02},
         "1": {"fail": "RuntimeError: no loss"},
     }
     with opened(kept) as gangs:
