@@ -101,6 +101,15 @@ def recorded(rest: Rest, stage: str, key: str, given: dict[str, Any] | None = No
     return f"/ledger/{stage}/{key}"
 
 
+def request_approval(rest: Rest) -> None:
+    request = {
+        "model_id": "m", "evidence_digest": "a" * 64, "report_digest": "b" * 64,
+        "policy_digest": "c" * 64, "run_id": RUN, "expires_at": time.time() + 900,
+        "version": "2", "flow_run_id": FLOW_RUN, "page": "",
+    }  # fmt: skip
+    recorded(rest, "approval-request", digest_of(RUN), request)
+
+
 # --- a run id
 
 
@@ -208,12 +217,7 @@ def test_a_bound_flow_adopts_no_run_of_another_team(rest: Rest, prefect: Prefect
 def test_a_promotion_of_another_team_is_not_shown(rest: Rest) -> None:
     cai = rest.person("cai", "train", "deploy", "approve", team="vision")
     assert start(rest, cai, "promote-model", model_id="m").status_code == 201
-    request = {
-        "model_id": "m", "evidence_digest": "a" * 64, "report_digest": "b" * 64,
-        "policy_digest": "c" * 64, "run_id": RUN, "expires_at": time.time() + 900,
-        "version": "2", "flow_run_id": FLOW_RUN, "page": "",
-    }  # fmt: skip
-    recorded(rest, "approval-request", digest_of(RUN), request)
+    request_approval(rest)
     ann, bob = rest.person("ann", "train", "approve", team="nlp"), rest.person("bob", "read")
     listed = {
         name: len(rest.call("GET", "/approvals", token).json()["approvals"])
@@ -226,6 +230,22 @@ def test_a_promotion_of_another_team_is_not_shown(rest: Rest) -> None:
         rest.call("POST", f"/approvals/{RUN}", ann, decision),
     ):
         assert refused.status_code == 403 and "another team" in refused.text
+
+
+def test_a_promotion_that_an_unbound_token_started_is_its_jobs_teams(rest: Rest) -> None:
+    """Without a job it is everybody's."""
+    assert (
+        start(rest, rest.person("boss", "deploy"), "promote-model", model_id="m").status_code == 201
+    )
+    request_approval(rest)
+    tokens = [rest.person("p", "train", "approve", team=team) for team in ("nlp", "vision")]
+
+    def listed() -> list[int]:
+        return [len(rest.call("GET", "/approvals", t).json()["approvals"]) for t in tokens]
+
+    assert listed() == [1, 1]
+    adopted(rest, team="vision")
+    assert listed() == [0, 1]
 
 
 # --- four eyes

@@ -34,6 +34,7 @@ from paceline.coordinator import (
     audit_event,
     current_call,
     current_caller,
+    is_anothers_run,
     is_own_run,
     is_submitter,
     owner_of,
@@ -174,7 +175,7 @@ def _add_approvals(
     records = ObjectStore.from_runtime(runtime)  # its clients are made at the first read
 
     def is_anothers(run_id: str) -> bool:
-        return is_own_run(coordinator, table.jobs, run_id) is False
+        return is_anothers_run(coordinator, table.jobs, run_id)
 
     def require_not_anothers(run_id: str) -> None:
         if is_anothers(run_id):

@@ -23,6 +23,7 @@ from .notifier import EventRing as EventRing, Notifier as Notifier
 from .state.settings import CoordinatorSettings as CoordinatorSettings
 from .state.state import CoordinatorState as CoordinatorState
 from .submitters import (
+    is_anothers_run as is_anothers_run,
     is_own_run as is_own_run,
     is_submitter as is_submitter,
     note_submitter as note_submitter,

@@ -46,9 +46,25 @@ def is_own_run(coordinator: Coordinator, jobs: Jobs, run_id: str) -> bool | None
         return True
     if known := [each for each in map(coordinator.tokens.find, who) if each is not None]:
         return any(sees(caller, each.team, each.project) for each in known)
-    if of_run := [each.spec for each in jobs() if each.run_id == run_id]:
-        return all(may_see(each.team, each.project) for each in of_run)
-    return False if who else None
+    own_jobs = _has_own_jobs(jobs, run_id)
+    return False if who and own_jobs is None else own_jobs
+
+
+def is_anothers_run(coordinator: Coordinator, jobs: Jobs, run_id: str) -> bool:
+    """Return whether a token of another team or project than the caller's submitted ``run_id``, or
+    has its jobs. What an unbound token or a command started for no team is everybody's."""
+    if is_own_run(coordinator, jobs, run_id):
+        return False
+    known = map(coordinator.tokens.find, submitters(coordinator, run_id))
+    bound = any(each.team or each.project for each in known if each is not None)
+    own_jobs = _has_own_jobs(jobs, run_id)
+    return own_jobs is False or (bound and own_jobs is None)
+
+
+def _has_own_jobs(jobs: Jobs, run_id: str) -> bool | None:
+    """Return whether every job of ``run_id`` is one that the caller sees; None without jobs."""
+    found = [may_see(each.spec.team, each.spec.project) for each in jobs() if each.run_id == run_id]
+    return all(found) if found else None
 
 
 @contextmanager
