@@ -83,7 +83,7 @@ standing(engine, [second], waits_in_queue, [held])
 say(after_failover=len(subprocess.check_output(["squeue", "-h"], text=True).splitlines()))
 subprocess.run(["scontrol", "requeue", slurm_id], check=True)
 found, _ = standing(
-    engine, [second], lambda found, _: found[ids[0]].phase == "taken", [held]
+    engine, [second], lambda found, _: found[ids[0]].phase == "revoked", [held]
 )
 say(taken=found[ids[0]].reason)
 standing(engine, [first, second], lambda found, _: found[ids[1]].phase == "granted")
