@@ -83,9 +83,9 @@ class ControlPlane(Trainers):
             env={"PACELINE_TOKEN": made.out.strip(), **env},
         ).ok()
 
-    def on_laptop(self, line: str, timeout_s: float = 400, **env: str) -> Ended:
+    def on_laptop(self, line: str, **env: str) -> Ended:
         """Type a line on the laptop, which knows a URL and a token."""
-        return self.laptop.run("bash", "-euc", line, env={**self.env, **env}, timeout_s=timeout_s)
+        return self.laptop.run("bash", "-euc", line, env={**self.env, **env})
 
 
 def page_blocks() -> dict[str, str]:

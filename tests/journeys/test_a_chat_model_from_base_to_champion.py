@@ -17,6 +17,7 @@ from selenium.webdriver.common.keys import Keys
 from transformers import AutoTokenizer
 
 from tests.journeys.guide import commands, filled
+from tests.journeys.hosts import COMMAND_S
 from tests.journeys.test_a_chat_model_is_fine_tuned import ANSWER, PAGE, write_chat_model
 from tests.journeys.test_a_hugging_face_model_is_trained import typed
 from tests.support.browser import chromium, click, resize, see
@@ -26,7 +27,7 @@ pytestmark = [
     pytest.mark.nightly,
     pytest.mark.browser,
     pytest.mark.xdist_group("a home"),
-    pytest.mark.timeout(1200),
+    pytest.mark.timeout(1800),
 ]
 RUN = "run-20261123-120000-cccccc"
 ASKED = [{"role": "user", "content": "if self._value is None:"}]
@@ -83,9 +84,9 @@ def approve(page: str, token: str) -> None:
 
 def approved(line: str, home: Path) -> dict[str, Any]:
     """Return what ``line`` prints once the promotion that it waits for was approved."""
-    until = time.monotonic() + 400
+    until = time.monotonic() + COMMAND_S
     words = ("bash", "-ec", f"{line.rstrip()} --json")
-    while (done := typed(*words, home=home, check=False, timeout_s=400)).returncode:
+    while (done := typed(*words, home=home, check=False)).returncode:
         assert done.returncode == 5, done.stderr[-3000:]
         assert time.monotonic() < until, done.stderr[-3000:]
         time.sleep(5)
@@ -95,7 +96,7 @@ def approved(line: str, home: Path) -> dict[str, Any]:
 
 def test_a_base_becomes_an_approved_champion_elsewhere(blocks, tmp_path) -> None:
     typed("bash", "-ec", blocks["whole"].replace("up", "up --profile ci", 1), home=tmp_path)
-    waits = typed("bash", "-ec", blocks["lifecycle"], home=tmp_path, check=False, timeout_s=500)
+    waits = typed("bash", "-ec", blocks["lifecycle"], home=tmp_path, check=False)
     assert waits.returncode == 5, waits.stderr[-3000:]
     pages = typed("bash", "-ec", f"{blocks['approve'].rstrip()} --json", home=tmp_path)
     approve(json.loads(pages.stdout)["fleet"], (tmp_path / "bob.token").read_text().strip())

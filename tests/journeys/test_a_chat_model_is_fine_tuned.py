@@ -63,7 +63,7 @@ def places(tmp_path: Path) -> dict[str, str]:
     return {"MODEL": str(model), "CHAT": str(chat), "OUTPUT": str(tmp_path / "out")}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_page_fine_tunes_a_model_that_answers(places, tmp_path) -> None:
     train, ask = commands_under(PAGE, HEADING, **places, EXPORT="EXPORT")
     done = typed("bash", "-ec", train, home=tmp_path)
@@ -115,7 +115,7 @@ def test_what_cannot_be_done_is_one_line(places, tmp_path, change, words) -> Non
 
 
 @pytest.mark.xdist_group("another home")
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(900)
 def test_an_installation_fine_tunes_judges_promotes_and_answers(places, tmp_path) -> None:
     """What assistants say is predicted better than by the base, gzip, xz and the n-gram model."""
     blocks = {

@@ -37,7 +37,7 @@ pytestmark = [
     pytest.mark.netns,
     pytest.mark.services,
     pytest.mark.nightly,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
 ]
 
 TYPED = commands("how-to/set-up-state-stores.md")

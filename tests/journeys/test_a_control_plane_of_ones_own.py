@@ -30,13 +30,14 @@ from tests.journeys.hosts import Ended, Host, until
 from tests.journeys.stores import PASSWORD
 from tests.journeys.trainers import SMALL, name_of
 
-pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 JOBS_PAGE = "how-to/run-training-jobs.md"
 SWEEPS_PAGE = "how-to/sweep-hyper-parameters.md"
 TINY = [
     *SMALL,
-    *("--set", "training.steps=20"),  # the shipped base has 2.3 M parameters
+    # the shipped base has 2.3 M parameters
+    *("--set", "training.steps=20", "--set", "training.batch_sequences=4"),
     *("--set", 'gate.models."acme-lm".approval="four-eyes"'),
 ]
 

@@ -31,7 +31,7 @@ from tests.journeys.trainers import (
 
 SOURCES = commands("how-to/import-from-a-hub.md")
 CHAMPION = SOURCES["champion"].strip()
-pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")

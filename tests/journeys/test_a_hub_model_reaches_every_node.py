@@ -26,7 +26,7 @@ from tests.journeys.hosts import ROOT, SOFTWARE, Host, Site, site, until
 from tests.support.oci import push, registry_server, write_config
 from tests.support.servers import program
 
-pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 HUB = "http://10.77.200.1:8000"
 TOKEN = "hf_of-the-operator"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.journeys.guide import commands, commands_under, keeping
+from tests.journeys.hosts import COMMAND_S
 from tests.support.command import paceline
 from tests.support.hugging_face import write_model, write_tokenizer
 
@@ -32,13 +33,11 @@ print(json.dumps({"wrong": wrong, "chat": chat, "n": logits.shape[2]}))
 """
 
 
-def typed(
-    *line: str, home: Path, check: bool = True, timeout_s: float = 200
-) -> subprocess.CompletedProcess[str]:
+def typed(*line: str, home: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"HF_HUB_OFFLINE": "1", "HOME": str(home)}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     done = subprocess.run(
-        line, cwd=home, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
+        line, cwd=home, env=env, capture_output=True, text=True, timeout=COMMAND_S, check=False
     )
     assert not check or done.returncode == 0, done.stderr[-3000:]
     return done
@@ -75,7 +74,7 @@ def export_of(output: str) -> Path:
     return found
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_what_the_page_says_trains_a_model_that_transformers_loads(places, tmp_path) -> None:
     lines = commands_under(PAGE, HEADING, **places)
     assert len(lines) == 2
@@ -145,7 +144,7 @@ print(tokenizer.decode(model.generate(**asked, max_new_tokens=12, do_sample=Fals
 
 
 @pytest.mark.xdist_group("a home")
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_an_installation_trains_judges_promotes_and_rolls_it_out(places, tmp_path) -> None:
     """What is judged in its own tokens is better than the base, gzip, xz and the n-gram model."""
     blocks = {

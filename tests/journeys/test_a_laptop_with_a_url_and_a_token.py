@@ -17,7 +17,7 @@ from tests.journeys.fleet import ENVIRONMENT, Fleet, bring_up, rclone_s3
 from tests.journeys.guide import commands, commands_under
 from tests.journeys.hosts import Ended, Host, site, until
 
-pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 PAGE = "how-to/use-from-a-laptop.md"
 EXAMPLE = "https://paceline.example:7400"

@@ -15,7 +15,7 @@ from tests.journeys.guide import commands
 from tests.journeys.hosts import site, until
 from tests.journeys.stores import Authority, start_etcd
 
-pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 TYPED = commands("how-to/back-up-and-restore.md")
 

@@ -66,7 +66,7 @@ def places(tmp_path: Path) -> dict[str, str]:
     return {"MODEL": str(model), "PAIRS": str(pairs), "OUTPUT": str(tmp_path / "out")}
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_the_page_trains_a_model_that_prefers_what_people_chose(places, tmp_path) -> None:
     full, lora, ask = commands_under(PAGE, HEADING, **places, EXPORT="EXPORT")
     new = json.dumps([pair(30 + n, 40 - n) for n in range(12)])
@@ -111,7 +111,7 @@ def test_what_cannot_be_done_is_one_line(places, tmp_path, change, words) -> Non
 
 
 @pytest.mark.xdist_group("another home")
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(900)
 def test_an_installation_trains_it_and_judges_the_chosen_answers(places, tmp_path) -> None:
     blocks = {
         name: keeping(text).replace("MODEL", places["MODEL"]).replace("PAIRS", places["PAIRS"])

@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.nightly,
     pytest.mark.xdist_group("another home"),
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
 ]
 
 PAGE = "how-to/decide-what-may-be-promoted.md"

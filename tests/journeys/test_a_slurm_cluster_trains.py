@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.netns,
     pytest.mark.services,
     pytest.mark.nightly,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
 ]
 CREDENTIALS = f"[default]\naws_access_key_id={KEY}\naws_secret_access_key={SECRET}\n"
 

@@ -41,7 +41,7 @@ def size_of(checkpoints: Path) -> int:
     return sum(each.stat().st_size for each in newest.glob("*.safetensors"))
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_the_page_trains_adapters_that_transformers_and_peft_load(places, tmp_path) -> None:
     lines = commands_under(PAGE, "Train adapters only", **places)
     assert len(lines) == 2

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.netns,
     pytest.mark.services,
     pytest.mark.nightly,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
 ]
 
 RACK = 5  # hosts; in rack 0 are three replicas, the stores and the CI's host

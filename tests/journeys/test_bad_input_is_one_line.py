@@ -22,7 +22,7 @@ from tests.journeys.fleet import (
 from tests.journeys.guide import block, type_on
 from tests.journeys.hosts import Ended, Host, Site, clock_ahead, site, until
 
-pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 HOUR_S = 3600
 

@@ -16,7 +16,7 @@ from tests.journeys.fleet import ENVIRONMENT, Fleet, bring_up, rclone_s3
 from tests.journeys.guide import commands
 from tests.journeys.hosts import Ended, Host, site, until
 
-pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 BLOCKS = commands("how-to/from-plan-to-activation.md")
 NODES = 2  # that may join; a third has the token too

@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.netns,
     pytest.mark.services,
     pytest.mark.nightly,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
 ]
 
 

@@ -16,7 +16,7 @@ from tests.journeys.fleet import ENVIRONMENT, KEY, MODEL, SECRET, Fleet, bring_u
 from tests.journeys.guide import block, type_on
 from tests.journeys.hosts import Site, site, until
 
-pytestmark = [pytest.mark.netns, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.netns, pytest.mark.timeout(900)]
 
 SOURCE = "s3://models/models/acme-7b/1"
 MEGABYTES = 12

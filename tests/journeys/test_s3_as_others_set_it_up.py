@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.netns,
     pytest.mark.services,
     pytest.mark.nightly,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
 ]
 
 PAGE = (ROOT / "docs/how-to/use-your-own-s3.md").read_text()

@@ -20,7 +20,7 @@ from tests.journeys.guide import commands_under
 from tests.journeys.hosts import Host, site, until
 from tests.support.certificates import self_signed
 
-pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 OUTSIDE = "10.77.200.1"
 PROXY = f"http://{OUTSIDE}:8888"

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.journeys.guide import commands
+from tests.journeys.hosts import COMMAND_S
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.nightly,
     pytest.mark.xdist_group("another home"),
-    pytest.mark.timeout(500),
+    pytest.mark.timeout(900),
 ]
 TYPED = commands("how-to/judge-with-tasks.md")
 
@@ -26,7 +27,7 @@ def typed(text: str, home: Path) -> subprocess.CompletedProcess[str]:
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     done = subprocess.run(
         ["bash", "-euc", text],
-        cwd=home, env=env, capture_output=True, text=True, timeout=400, check=False,
+        cwd=home, env=env, capture_output=True, text=True, timeout=COMMAND_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return done

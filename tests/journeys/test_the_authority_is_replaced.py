@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.netns,
     pytest.mark.services,
     pytest.mark.nightly,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
 ]
 
 NODES = 3

@@ -41,7 +41,7 @@ class Trainers:
         """Type a block of the page on a host (the control host), in its home."""
         on = host or self.control
         env = {**self.env, **more}
-        return on.run("bash", "-euc", self.typed[block], env=env, timeout_s=400).ok()
+        return on.run("bash", "-euc", self.typed[block], env=env).ok()
 
     def type_with(self, block: str, options: Sequence[str]) -> Ended:
         """Type a block of one command on the control host, with ``options`` beside the page's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from paceline.registry.lineage import training_params
 from paceline.schemas import EvaluationReport, digest_of
 from tests.registry.bundles import digest, make_evidence
 from tests.registry.test_finding import JOB
+from tests.support.stack import CLOSED_PROXY
 
 pytestmark = pytest.mark.xdist_group("prefect")  # one server
 QUICK = {"timeout_s": 2, "retries": 0}
@@ -107,6 +109,18 @@ def test_a_server_that_is_away_is_unavailable() -> None:
         away.champion("bytelm")
     assert "\n" not in str(caught.value)
     assert "paceline status" in str(caught.value)
+
+
+def test_a_server_on_loopback_is_asked_without_the_machines_proxy(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, CLOSED_PROXY)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "internal.example")
+    with pytest.raises(NotFound):
+        Registry(registry.tracking_uri, **QUICK).find_run("run-none")
+    assert os.environ["NO_PROXY"].endswith(",internal.example")
 
 
 class _Refusing(http.server.BaseHTTPRequestHandler):

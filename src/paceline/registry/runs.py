@@ -1,9 +1,9 @@
 """Calls to ``MlflowClient``, and the run log: one MLflow run per Paceline run.
 
 Methods take the MLflow run's id explicitly (no active run, so threads and processes may share one)
-and may be repeated. MLflow reads credentials, timeouts and switches only from the environment, so
-this module writes MLflow's own variables there, and no others. Does not depend on versions, aliases
-or gates.
+and may be repeated. MLflow reads credentials, timeouts, switches and proxies only from the
+environment, so this module writes MLflow's own variables there, and ``NO_PROXY`` with loopback in
+it. Does not depend on versions, aliases or gates.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from paceline.registry.lineage import (
     training_usage,
 )
 from paceline.schemas import TrainingUsage
+from paceline.system import without_proxy_to_loopback
 
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
@@ -97,6 +98,7 @@ class RunLog:
             "MLFLOW_DISABLE_TELEMETRY": "true",
             "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # a program reads our output
             "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+            **without_proxy_to_loopback(),
         }
         if self._auth:
             user, _, password = self._auth.partition(":")
