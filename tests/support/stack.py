@@ -81,7 +81,7 @@ def finish(process: subprocess.Popen[str], timeout_s: float) -> Ended:
     return Ended(code=process.returncode, out=out, err=err, answer=answer)
 
 
-def paceline(*words: str, state: Path, timeout_s: float = 300) -> Ended:
+def paceline(*words: str, state: Path, timeout_s: float = 600) -> Ended:
     """Run `paceline WORDS --state STATE` to its end."""
     return finish(start(*words, state=state), timeout_s)
 
