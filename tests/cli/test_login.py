@@ -105,7 +105,8 @@ def served(
     known = known.model_copy(update={"coordinator_url": server.url})
     save_runtime(server.runtime.model_copy(update={"endpoints": known}))
     yield server
-    server.end(signal.SIGKILL)
+    code, output = server.end(signal.SIGKILL)
+    assert code == -signal.SIGKILL, output.decode()  # it ended before: it says why
 
 
 @pytest.fixture(autouse=True)
