@@ -197,4 +197,4 @@ def test_a_host_leaves_for_good_and_one_that_joins_takes_its_place(fleet: Traine
     store = f"state/nodes/{name_of(stays)}/store/models/tiny"
     version = stays.run("readlink", f"{store}/active").ok().out.strip().rpartition("/")[2]
     done = fleet.control.run("paceline", "distribute", "tiny", version, env=fleet.env).ok()
-    assert f"tiny {version} on 2 nodes" in done.out, "who left is not waited for"
+    assert f"tiny {version}, nodes: 2, " in done.out, "who left is not waited for"
