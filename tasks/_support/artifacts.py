@@ -5,8 +5,10 @@ Outside a flow run (``.fn()`` in tests, plain Python) these do nothing, because 
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import re
+import threading
 import time
 from typing import Any
 from uuid import UUID
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 DIGEST_SHOWN = 12
 REFRESH_S = 1.0  # one call to the server a second is what a page can show
+END_S = 45.0  # for the last figure
 
 
 def _key(name: str) -> str:
@@ -120,12 +123,14 @@ class Progress:
     """A progress artifact that is refreshed at most once a second; as a ``with``, it ends at 100
     where the work does.
 
-    Best effort: what it shows goes on where Prefect's server is away for a moment.
+    Best effort: what it shows goes on where Prefect's server is away for a moment. Only the end
+    waits for a server that hangs, and then for ``END_S``.
     """
 
     def __init__(self, name: str, description: str) -> None:
         self._at = 0.0
         self._id: UUID | None = None
+        self._sending: threading.Thread | None = None
         if on_a_page():
             try:
                 created = create_progress_artifact(
@@ -145,13 +150,30 @@ class Progress:
 
     def show(self, fraction: float, description: str | None = None) -> None:
         """Show ``fraction`` (0 to 1), with what else there is to say."""
-        now = time.monotonic()
-        if self._id is None or (now - self._at < REFRESH_S and fraction < 1.0):
+        now, is_end = time.monotonic(), fraction >= 1.0
+        if self._id is None or (now - self._at < REFRESH_S and not is_end):
             return
+        if self._sending is not None:
+            self._sending.join(END_S if is_end else 0.0)  # an older figure must not come later
+            if self._sending.is_alive():
+                return
         self._at = now
-        try:
-            update_progress_artifact(
-                artifact_id=self._id, progress=round(100 * fraction, 1), description=description
-            )
-        except Exception as error:  # noqa: BLE001 - hours of work do not hang on a bar
-            logger.warning("progress cannot be shown: %s", error)
+        context = contextvars.copy_context()  # Prefect's, of the run whose page it is
+        self._sending = threading.Thread(
+            target=context.run,
+            args=(_send, self._id, fraction, description),
+            name="page",
+            daemon=True,
+        )
+        self._sending.start()
+        if is_end:
+            self._sending.join(END_S)
+
+
+def _send(artifact_id: UUID, fraction: float, description: str | None) -> None:
+    try:
+        update_progress_artifact(
+            artifact_id=artifact_id, progress=round(100 * fraction, 1), description=description
+        )
+    except Exception as error:  # noqa: BLE001 - hours of work do not hang on a bar
+        logger.warning("progress cannot be shown: %s", error)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import pytest
 from paceline.cluster import Fleet
 from paceline.cluster.processes import clean_environment
 from paceline.config import Runtime
-from paceline.errors import Cancelled, WorkerLost
+from paceline.errors import Cancelled, CorruptData, WorkerLost
 from tests.cluster.conftest import eventually, run_on
 
 pytestmark = pytest.mark.xdist_group("dask")
@@ -49,16 +51,25 @@ def gone(received: NodeOutput) -> bool:
     return not any(psutil.pid_exists(pid) for pid in received.pids())
 
 
-def test_a_killed_caller_leaves_no_rank(cluster: Runtime, connected: Fleet) -> None:
-    # Its questions stop; the node's lease ends what nobody asks for. Shortened here on the node.
+@contextmanager
+def short_lease(connected: Fleet, node: str) -> Iterator[None]:
+    """Have ``node`` end what nobody asks for after 2 s, for the time of the ``with``."""
     from paceline.cluster import worker_processes as remote
 
     def shorten(seconds: float) -> float:
         before, remote.LEASE_S = remote.LEASE_S, seconds
         return before
 
-    before = run_on(connected, "node-0", shorten, 2.0, timeout_s=20)
+    before = run_on(connected, node, shorten, 2.0, timeout_s=20)
     try:
+        yield
+    finally:
+        run_on(connected, node, shorten, before, timeout_s=20)
+
+
+def test_a_killed_caller_leaves_no_rank(cluster: Runtime, connected: Fleet) -> None:
+    # Its questions stop; the node's lease ends what nobody asks for.
+    with short_lease(connected, "node-0"):
         code = (
             "import sys\n"
             "from paceline.cluster import Fleet\n"
@@ -77,8 +88,46 @@ def test_a_killed_caller_leaves_no_rank(cluster: Runtime, connected: Fleet) -> N
             assert psutil.pid_exists(pid)
             caller.kill()
         eventually(lambda: not psutil.pid_exists(pid))
-    finally:
-        run_on(connected, "node-0", shorten, before, timeout_s=20)
+
+
+def test_a_server_that_hangs_as_events_are_taken_ends_no_process(connected: Fleet) -> None:
+    received = NodeOutput()
+
+    def on_event(event: dict[str, Any]) -> None:
+        if event["event"] == "started":
+            time.sleep(8.0)  # longer than the lease, and than what an ended process is kept
+        received(event)
+
+    with short_lease(connected, "node-1"):
+        ended = connected.run_process(
+            "node-1",
+            argv=ARGV,
+            input_json=json.dumps({"all": {"lines": 20}}),
+            on_event=on_event,
+            deadline_s=60,
+        )
+    assert (ended.exit_code, ended.ended) == (0, "exited"), ended
+    numbers = [each["data"]["number"] for each in received.events if each["event"] == "step"]
+    assert numbers == list(range(20)), "each was taken, in order"
+
+
+def test_what_taking_an_event_raises_ends_the_process(connected: Fleet) -> None:
+    received = NodeOutput()
+
+    def on_event(event: dict[str, Any]) -> None:
+        received(event)
+        raise CorruptData("no record of this", got="x")
+
+    with pytest.raises(CorruptData, match="no record of this"):
+        connected.run_process(
+            "node-1",
+            argv=ARGV,
+            input_json=json.dumps({"all": {"beat_s": 600}}),
+            on_event=on_event,
+            deadline_s=60,
+        )
+    assert received.pids()
+    assert gone(received)
 
 
 def test_a_process_tells_live_and_returns_its_last_words(connected: Fleet) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import signal
+import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
@@ -240,6 +241,28 @@ def test_a_stage_is_tried_again_only_where_that_may_help() -> None:
     with pytest.raises(InvalidInput):
         trying("refused")
     assert tried == ["away", "away", "refused"]
+
+
+def test_a_page_that_hangs_holds_up_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs, sent = threading.Event(), list[float]()
+
+    def update(*, progress: float, **_: object) -> None:
+        hangs.wait(60)
+        sent.append(progress)
+
+    @stage("hangs")
+    def hang() -> None:
+        with artifacts.Progress("hung", "training") as page:
+            for each in range(3):
+                page.show(0.1 * each)
+
+    monkeypatch.setattr(artifacts, "update_progress_artifact", update)
+    monkeypatch.setattr(artifacts, "REFRESH_S", 0.0)
+    monkeypatch.setattr(artifacts, "END_S", 0.1)
+    declared("hanging")(hang)()
+    assert not sent, "the work ended before the page answered"
+    hangs.set()
+    assert eventually(lambda: sent) == [0.0], "and lets none pile up"
 
 
 def test_the_page_has_the_librarys_log_a_full_bar_and_a_readable_table() -> None:

@@ -8,12 +8,15 @@ dies. Dask's errors are translated here.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
 import os
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -186,8 +189,10 @@ class Fleet:
         """Run ``argv`` on ``worker_id`` in a process group of its own, and return how it ended.
 
         ``input_json`` is its standard input; each line on its standard output that is a JSON object
-        is passed to ``on_event`` at once. At the deadline, on ``cancel`` (Cancelled) or on any
-        exception here it gets SIGTERM and, after ``grace_s``, SIGKILL, with everything it started.
+        is passed to ``on_event`` at once, in a thread of its own: a server that hangs there must
+        not end the process, whose lease ends where nobody asks for it. At the deadline, on
+        ``cancel`` (Cancelled) or on any exception here it gets SIGTERM and, after ``grace_s``,
+        SIGKILL, with everything it started.
         Of the node's ``accelerators`` it sees one that no gang holds, and holds it meanwhile; where
         gangs hold all of them, none. Raises WorkerLost.
         """
@@ -198,15 +203,16 @@ class Fleet:
             process_id=process_id, argv=tuple(argv), env=dict(env or {}), input_json=input_json
         )
         ended: Literal["exited", "deadline"] = "exited"
-        with one_accelerator(self, worker_id, address, order, accelerators) as order:
+        with (
+            _in_a_thread(on_event) as take,
+            one_accelerator(self, worker_id, address, order, accelerators) as order,
+        ):
             process = Member(worker_id=worker_id, address=address, order=order)
             crew = Crew(self, [process])
             try:
                 crew.start(LAUNCH_DEADLINE_S)
                 while not process.over:
-                    for _, event in events_in(crew.follow(TICK_S)):
-                        if on_event is not None:
-                            on_event(event)
+                    take([event for _, event in events_in(crew.follow(TICK_S))])
                     check_cancel(cancel, worker_id)
                     if time.monotonic() - began > deadline_s and not process.over:
                         ended = "deadline"
@@ -296,6 +302,29 @@ class Fleet:
             if time.monotonic() > deadline:
                 raise _away(missing[0], present)
             time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def _in_a_thread(
+    on_event: Callable[[dict[str, Any]], None] | None,
+) -> Iterator[Callable[[list[dict[str, Any]]], None]]:
+    """Yield what takes events at once; ``on_event`` gets each, in order, in a thread of its own
+    with the caller's context. The end of the ``with`` waits for it. Its error is raised by the next
+    call, or by the end.
+    """
+    given: deque[Future[None]] = deque()
+    context = contextvars.copy_context()  # Prefect's, of the run that the events are logged to
+    with ThreadPoolExecutor(1, thread_name_prefix="events") as pool:
+
+        def take(events: list[dict[str, Any]]) -> None:
+            if on_event is not None:
+                given.extend(pool.submit(context.run, on_event, each) for each in events)
+            while given and given[0].done():
+                given.popleft().result()
+
+        yield take
+    while given:
+        given.popleft().result()
 
 
 def _away(worker_id: str, present: Mapping[str, str]) -> WorkerLost:
