@@ -123,8 +123,8 @@ class Progress:
     """A progress artifact that is refreshed at most once a second; as a ``with``, it ends at 100
     where the work does.
 
-    Best effort: what it shows goes on where Prefect's server is away for a moment. Only the end
-    waits for a server that hangs, and then for ``END_S``.
+    Best effort: what it shows goes on where Prefect's server is away for a moment. Once made, only
+    its end waits for a server that hangs: ``END_S`` for the figure before, ``END_S`` for the last.
     """
 
     def __init__(self, name: str, description: str) -> None:

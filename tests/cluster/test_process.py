@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,17 @@ class NodeOutput:
 
 def gone(received: NodeOutput) -> bool:
     return not any(psutil.pid_exists(pid) for pid in received.pids())
+
+
+def beat(connected: Fleet, on_event: Callable[[dict[str, Any]], None]) -> None:
+    """Run a process on node-1 that ends by itself after its deadline."""
+    connected.run_process(
+        "node-1",
+        argv=ARGV,
+        input_json=json.dumps({"all": {"beat_s": 600}}),
+        on_event=on_event,
+        deadline_s=60,
+    )
 
 
 @contextmanager
@@ -119,13 +130,7 @@ def test_what_taking_an_event_raises_ends_the_process(connected: Fleet) -> None:
         raise CorruptData("no record of this", got="x")
 
     with pytest.raises(CorruptData, match="no record of this"):
-        connected.run_process(
-            "node-1",
-            argv=ARGV,
-            input_json=json.dumps({"all": {"beat_s": 600}}),
-            on_event=on_event,
-            deadline_s=60,
-        )
+        beat(connected, on_event)
     assert received.pids()
     assert gone(received)
 
@@ -195,13 +200,7 @@ def test_a_process_lost_with_its_node_says_so(connected: Fleet) -> None:
             psutil.Process(worker).kill()
 
     with pytest.raises(WorkerLost, match="node-1"):
-        connected.run_process(
-            "node-1",
-            argv=ARGV,
-            input_json=json.dumps({"all": {"beat_s": 600}}),
-            on_event=on_event,
-            deadline_s=60,
-        )
+        beat(connected, on_event)
     eventually(lambda: gone(received))
     eventually(lambda: len(connected.nodes()) == 3)
 
